@@ -1,0 +1,4417 @@
+#!/usr/bin/env python3
+"""mam: hand work to coding agents and know, for certain, what became of it.
+
+A unit of work (a *job*) is delegated to an agent: a command, a tmux pane, a
+queue that an agent picks from. The agent reports by events (started, progress,
+permission_required, completed, error); mam records each one in a registry (one
+SQLite file) together with the change of state it causes, and only then sends a
+signed copy to an MQTT broker, if one is configured. Without a broker everything
+works on one host, over the registry alone.
+
+    mam delegate --agent-session exec:demo --exec 'claude -p' --prompt-file brief.md
+    mam publish --job 918b0612 --event progress --detail "section 1 done"
+    mam watch 918b0612
+
+Map of this file (a section uses only those above it):
+
+     1. Constants           protocol, defaults with their unit, variable names
+     2. Errors              exit codes, MamError
+     3. Helpers             time, ids, RFC 8785 JSON, redaction, back-off, files
+     4. Configuration       workspace, .mam.env, broker settings (only os.environ here)
+     5. Model               job, event, and the table that decides every transition (pure)
+     6. Envelopes           build, sign, verify what goes over the wire (pure)
+     7. Registry            the SQLite file: transitions, outbox, beats (only sqlite3 here)
+     8. Processes           identities, groups, starting ourselves (only subprocess, kill here)
+     9. Transport           one MQTT connection (only paho here, imported inside)
+    10. Publishing          record, then deliver what is owed
+    12. Following           read events in order, wait for ends, keep deadlines
+    13. Running             _run: one command, its output, its exit, its events
+    14. Sessions            handing a prompt to a tmux pane
+    16. Delegation          deliver, validate, settle
+    18. Views               model to text (no I/O)
+    19. Commands            add_x / cmd_x pairs (only argparse here)
+    20. Main                dispatch, and the one place where errors are shown
+
+Invariants:
+
+  - An event, the state change it causes and its sequence number are one commit.
+  - Registry.transition is the only code that changes a job's status or phase.
+  - A terminal status is final for its attempt; only redispatch opens another.
+  - No transaction spans network, process or file waits.
+  - Only a job's own attempt speaks for it: a stale worker is refused and told.
+  - Nothing secret is stored in a record, printed, or put into argv.
+
+To add a command: write add_x(parser) and cmd_x(args) next to each other in
+section 19 and name them in COMMANDS. cmd_x returns an exit code.
+"""
+
+import os
+import sys
+import time
+from collections import namedtuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+
+__version__ = "5.0.0"
+
+# ==============================================================================
+# 1. Constants
+#
+# The protocol's fixed words, and every default with its unit and its reason.
+# ==============================================================================
+
+SCHEMA_VERSION = 1          # of the wire format and of v4's records
+REGISTRY_VERSION = 1        # PRAGMA user_version of mam.db
+
+STATUSES = ("pending", "running", "completed", "error", "cancelled")
+OPEN_STATUSES = ("pending", "running")
+TERMINAL_STATUSES = ("completed", "error", "cancelled")
+EVENTS = ("started", "progress", "permission_required", "completed", "error")
+TERMINAL_EVENTS = ("completed", "error")
+SESSION_KINDS = ("exec", "tmux", "herdr", "remote", "queue")
+
+DEFAULT_TOPIC_ROOT = "python/mqtt/jobs"
+DEFAULT_SESSION = "herdr:claude"     # v4's default, kept for its verbs
+DEFAULT_AGENT = "claude-code"
+DEFAULT_TIMEOUT_S = 3600
+DEFAULT_HEARTBEAT_S = 30             # N: an agent gives a sign of life this often
+DEFAULT_HEARTBEAT_MISSES = 4         # K: K x N seconds of silence is unresponsive
+DEFAULT_ACK_TIMEOUT_S = 180          # T: a real agent reads the brief before it starts
+DEFAULT_MAX_ITERATIONS = 5
+
+MAX_PAYLOAD_BYTES = 256 * 1024       # a signed message; brokers take at least this
+MAX_DATA_BYTES = 128 * 1024          # --data in canonical form; leaves room for feedback
+MAX_DETAIL_BYTES = 4 * 1024          # longer ones are cut and stand whole in data.feedback
+MAX_FEEDBACK_BYTES = 64 * 1024
+MAX_PROMPT_BYTES = 4 * 1024 * 1024
+MAX_JSON_DEPTH = 32
+MAX_SAFE_INTEGER = 2 ** 53 - 1       # RFC 8785, section 3.2.2.3: IEEE 754 doubles
+OUTPUT_CAP_BYTES = 50 * 1024 * 1024  # of one command; head and tail are kept
+TITLE_CHARS = 80                     # of the prompt, kept apart so lists never load prompts
+
+# What `data` of an event may not carry on its own: mam's own words (DESIGN 7).
+RESERVED_DATA = frozenset((
+    "hmac_sig", "auth_token", "dispatch_token", "attempt_id", "notification_intent",
+    "feedback", "reason", "status", "settles", "artifacts", "spawned", "since"))
+
+BUSY_WAIT_S = 30.0                   # for the registry's writer lock
+WAL_LIMIT_BYTES = 4 * 1024 * 1024    # a longer -wal is checkpointed after a commit
+CONNACK_TIMEOUT_S = 10.0
+PUBACK_TIMEOUT_S = 5.0
+TCP_TIMEOUT_S = 5.0
+SEND_WINDOW = 20                     # unacknowledged messages on a connection (paho's own limit)
+BACKOFF_BASE_S, BACKOFF_FACTOR, BACKOFF_MAX_S = 0.5, 2.0, 8.0
+JOB_LOCK_WAIT_S = 5.0                # a publisher waits this long for another one's send
+SWEEP_BUDGET_S = 1.0                 # spent on what other jobs owe, after one's own is sent
+POLL_S = 0.01                        # a follower's look at data_version costs 2 us
+HOLE_WAIT_S = 2.0                    # readers wait this long for a missing number
+TERM_GRACE_S = 5.0                   # between TERM and KILL of a command's group
+LINGER_S = 30.0                      # a command that published its own end may still tidy up
+
+# Sandboxes that anybody can read and write: used only if named, with a warning.
+PUBLIC_BROKERS = frozenset((
+    "broker.hivemq.com", "test.mosquitto.org", "broker.emqx.io", "mqtt.eclipseprojects.io",
+    "public.mqtthq.com", "broker.mqttdashboard.com", "demo.nats.io"))
+
+# Nested agents misbehave when they see the outer one's variables (notes on agents).
+AGENT_VARIABLES = (
+    "CLAUDECODE", "CLAUDE_CODE_CHILD_SESSION", "CLAUDE_CODE_SESSION_ID", "CLAUDE_CODE_ENTRYPOINT",
+    "CODEX_THREAD_ID", "CODEX_SESSION_ID", "OPENCODE", "OPENCODE_PID", "GEMINI_CLI",
+    "COPILOT_AGENT_SESSION_ID", "HERMES_SESSION_ID")
+
+# Command names by which an agent CLI is recognised among a publisher's ancestors.
+AGENT_COMMANDS = frozenset((
+    "claude", "codex", "opencode", "hermes", "gemini", "copilot", "cursor-agent", "agy", "grok",
+    "goose", "aider", "pi"))
+
+SHELLS = frozenset(("sh", "bash", "zsh", "fish", "dash", "ksh", "tcsh", "csh", "ash", "nu", "xonsh"))
+
+# ==============================================================================
+# 2. Errors and exit codes
+#
+# An error is raised where the fact is known, with what the user can do about it,
+# and is shown once, in main. Exit codes are part of the contract (DESIGN 16).
+# ==============================================================================
+
+
+class Exit:
+    """Exit codes of every command."""
+    OK = 0
+    FAILED = 1            # the job failed, or bad input
+    TIMEOUT = 2           # timed out; recorded but not sent; nothing to wait for
+    BROKER = 3            # broker unreachable or credentials refused; pick: nothing
+    REFUSED = 4           # the registry refused the request
+    BUSY = 5              # session busy
+    USAGE = 64
+    INTERNAL = 70
+    NOT_RECORDED = 75     # busy or full disk: run the same command again
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+class MamError(Exception):
+    """A failure with its message, exit code and what to do about it.
+
+    `code` is a stable word for programs (`--json` prints it).
+    """
+
+    def __init__(self, message: str, exit: int = Exit.FAILED, hint: str = "", code: str = "error"):
+        super().__init__(message)
+        self.message, self.exit, self.hint, self.code = message, exit, hint, code
+
+
+class EnvFileError(MamError):
+    """A `.mam.env` that exists but cannot be used; shown in v4's form, `ERROR: ...`."""
+
+    def __init__(self, path: str, why: str):
+        super().__init__("ERROR: %s: cannot read (%s)" % (path, why), code="env_file")
+
+
+class Terminated(Exception):
+    """SIGTERM arrived; raised in the main thread so that every path can finish up."""
+
+
+# ==============================================================================
+# 3. Helpers
+#
+# Small and without state: time, identifiers, JSON in the RFC 8785 form, taking
+# paths and secrets out of text, back-off, files. Nothing here reads the
+# environment.
+# ==============================================================================
+
+
+def utc_now(milliseconds: bool = False) -> str:
+    """The time as ISO 8601 UTC with a trailing Z."""
+    now = time.time()
+    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+    return "%s.%03dZ" % (text, int(now * 1000) % 1000) if milliseconds else text + "Z"
+
+
+def parse_utc(text: str) -> float:
+    """Seconds since the epoch of a timestamp made by utc_now; 0.0 for anything else."""
+    import calendar
+    try:
+        return float(calendar.timegm(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S")))
+    except (TypeError, ValueError):
+        return 0.0
+
+
+_boot_id = ""
+
+
+def boot_id() -> str:
+    """An identifier of this boot of the host: monotonic clocks compare only within one."""
+    global _boot_id
+    if not _boot_id:
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                _boot_id = file.read().strip()
+        except OSError:   # macOS: the moment of the boot serves as its name
+            import ctypes
+            buffer, size = ctypes.create_string_buffer(16), ctypes.c_size_t(16)
+            ctypes.CDLL(None).sysctlbyname(b"kern.boottime", buffer, ctypes.byref(size), None, 0)
+            _boot_id = "boot-" + buffer.raw[:8].hex()
+    return _boot_id
+
+
+def instant() -> str:
+    """Now, as `<boot id> <monotonic seconds>`: a moment no clock change can move."""
+    return "%s %.3f" % (boot_id(), time.monotonic())
+
+
+def elapsed_s(since: Optional[str], utc: Optional[str] = None) -> Optional[float]:
+    """Seconds since an instant; by the UTC beside it if the host was booted since; else None."""
+    boot, _, mono = (since or "").partition(" ")
+    if mono and boot == boot_id():
+        return max(0.0, time.monotonic() - float(mono))
+    return max(0.0, time.time() - parse_utc(utc)) if utc else None
+
+
+def random_hex(characters: int) -> str:
+    return os.urandom((characters + 1) // 2).hex()[:characters]
+
+
+def random_token() -> str:
+    """32 random bytes as base64url text: what secrets.token_urlsafe(32) gives, without its import."""
+    import binascii
+    text = binascii.b2a_base64(os.urandom(32), newline=False).decode("ascii")
+    return text.rstrip("=").replace("+", "-").replace("/", "_")
+
+
+def is_name(text: str) -> bool:
+    """Whether text may be a job id or a session name: [A-Za-z0-9_-], 1 to 64 (DESIGN 6)."""
+    return 0 < len(text) <= 64 and text.isascii() and text.replace("_", "a").replace("-", "a").isalnum()
+
+
+class BadJson(ValueError):
+    """JSON that cannot be signed or must not be trusted; str() says why."""
+
+
+def _es_number(value: float) -> str:
+    """A float as ECMAScript prints it (RFC 8785, section 3.2.2.3)."""
+    if value != value or value in (float("inf"), float("-inf")):
+        raise BadJson("NaN and infinities have no JSON form")
+    if value == 0:
+        return "0"
+    if abs(value) < 1e21 and abs(value) > MAX_SAFE_INTEGER:
+        raise BadJson("a float from 2^53 to below 1e21 would print as an unsafe integer")
+    mantissa, _, exponent_text = repr(value).partition("e")
+    sign = "-" if mantissa.startswith("-") else ""
+    whole, _, fraction = mantissa.lstrip("-").partition(".")
+    fraction = "" if fraction == "0" else fraction
+    point = len(whole) + int(exponent_text or 0)       # where the decimal point belongs in digits
+    digits = whole + fraction
+    stripped = digits.lstrip("0")
+    point -= len(digits) - len(stripped)
+    digits = stripped.rstrip("0")
+    count = len(digits)
+    if count <= point <= 21:
+        return sign + digits + "0" * (point - count)
+    if 0 < point <= 21:
+        return sign + digits[:point] + "." + digits[point:]
+    if -6 < point <= 0:
+        return sign + "0." + "0" * -point + digits
+    exponent = point - 1
+    return "%s%s%se%s%d" % (sign, digits[0], "." + digits[1:] if count > 1 else "",
+                            "+" if exponent > 0 else "-", abs(exponent))
+
+
+def _utf16(key: str) -> bytes:
+    return key.encode("utf-16-be")
+
+
+def _canonical_text(value: Any, quote: Callable[[str], str], depth: int) -> str:
+    kind = type(value)
+    if kind is str:
+        return quote(value)
+    if kind is int:
+        if -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
+            return str(value)
+        raise BadJson("an integer beyond 2^53-1")
+    if value is None or kind is bool:
+        return {None: "null", True: "true", False: "false"}[value]
+    if kind is float:
+        return _es_number(value)
+    if depth <= 0:
+        raise BadJson("nested deeper than %d levels" % MAX_JSON_DEPTH)
+    if kind is dict:
+        if not all(type(key) is str for key in value):
+            raise BadJson("an object key that is no string")
+        keys = sorted(value) if all(key.isascii() for key in value) else sorted(value, key=_utf16)
+        return "{%s}" % ",".join(
+            [quote(key) + ":" + _canonical_text(value[key], quote, depth - 1) for key in keys])
+    if kind is list or kind is tuple:
+        return "[%s]" % ",".join([_canonical_text(item, quote, depth - 1) for item in value])
+    raise BadJson("a %s has no JSON form" % kind.__name__)
+
+
+def canonical(value: Any) -> bytes:
+    """The RFC 8785 (JCS) form of a JSON value, as UTF-8.
+
+    Raises BadJson for what has no interoperable form: NaN, infinities, integers
+    beyond 2^53-1 (also when a float would print as one), lone surrogates, nesting
+    deeper than MAX_JSON_DEPTH.
+    """
+    from json.encoder import encode_basestring
+    try:
+        return _canonical_text(value, encode_basestring, MAX_JSON_DEPTH).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadJson("a lone surrogate") from None
+
+
+def _unique_pairs(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise BadJson("a duplicate key")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise BadJson("%s is not JSON" % text)
+
+
+def parse_json(raw: bytes, limit: int = MAX_PAYLOAD_BYTES) -> Any:
+    """Parse bytes nobody vouches for. Total: raises BadJson with the reason, nothing else.
+
+    Size, strict UTF-8, duplicate keys, NaN, and everything that canonical() refuses.
+    """
+    import json
+    if len(raw) > limit:
+        raise BadJson("%d bytes, more than the %d allowed" % (len(raw), limit))
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs,
+                           parse_constant=_no_constant)
+    except BadJson:
+        raise
+    except UnicodeDecodeError:
+        raise BadJson("not UTF-8") from None
+    except RecursionError:
+        raise BadJson("nested too deeply") from None
+    except ValueError as error:   # JSONDecodeError, and integers of thousands of digits
+        raise BadJson("not JSON (%s)" % str(error).split("\n")[0][:120]) from None
+    return value
+
+
+def compact_json(value: Any) -> str:
+    """One line of JSON for files and streams."""
+    import json
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def clean_text(text: str) -> str:
+    """Text without control characters (line breaks and tabs become spaces) or lone surrogates.
+
+    What ends on a terminal must not be able to drive it.
+    """
+    if text.isprintable():
+        return text
+    kept = []
+    for character in text:
+        code = ord(character)
+        if character in "\n\r\t\u2028\u2029":
+            kept.append(" ")
+        elif code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000 or code in _DIRECTION_CHARACTERS:
+            continue
+        else:
+            kept.append(character)
+    return "".join(kept)
+
+
+# Characters that reorder what a terminal shows: a detail must read as it was written.
+_DIRECTION_CHARACTERS = frozenset(tuple(range(0x202A, 0x202F)) + tuple(range(0x2066, 0x206A)) + (0x200E, 0x200F))
+
+
+def hide_secrets(text: str, secrets: Iterable[str]) -> str:
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, "***")
+    return text
+
+
+def hide_secrets_in(value: Any, secrets: Sequence[str]) -> Any:
+    """A JSON value with the secrets taken out of every string in it, keys included."""
+    if not secrets:
+        return value
+    if isinstance(value, str):
+        return hide_secrets(value, secrets)
+    if isinstance(value, list):
+        return [hide_secrets_in(item, secrets) for item in value]
+    if isinstance(value, dict):
+        return {hide_secrets(key, secrets): hide_secrets_in(item, secrets) for key, item in value.items()}
+    return value
+
+
+_path_pattern = None
+
+
+def _paths() -> Any:
+    """What in a text is an absolute path: not inside a word, a relative path or a URL."""
+    global _path_pattern
+    if _path_pattern is None:
+        import re
+        _path_pattern = re.compile(
+            r"(?P<url>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]*)"
+            r"|(?<![\w.~/<>-])(?P<path>/[^\s\"'`<>|*?:;,()\[\]{}=&]*)")
+    return _path_pattern
+
+
+def generalise(text: str, workspace: str, home: str, secrets: Sequence[str]) -> str:
+    """Text fit to travel: no secret, no control character, no path of this machine.
+
+    The workspace becomes `.`, the home directory `~`, any other absolute path
+    `<path>/last`; URLs stay, but for `file:` ones and passwords in them (DESIGN 7).
+    """
+    text = clean_text(hide_secrets(text, secrets))
+    if "/" not in text:
+        return text
+
+    roots = sorted(((os.path.normpath(root), mark) for root, mark in ((workspace, "."), (home, "~"))
+                    if root and root != "/"), key=lambda pair: -len(pair[0]))
+
+    for root, mark in roots:   # first, so that a root with spaces in it is recognised too
+        start = text.find(root)
+        while start >= 0:
+            end = start + len(root)
+            before = text[start - 1] if start else ""
+            if text[end:end + 1] in ("", "/") or not (text[end].isalnum() or text[end] in "_.-"):
+                if not (before.isalnum() or before in ("_", "-", ".", "~", "/")):
+                    text = text[:start] + mark + text[end:]
+                    end = start + len(mark)
+            start = text.find(root, end)
+
+    def shorten(match: Any) -> str:
+        url = match.group("url")
+        if url:
+            scheme, _, rest = url.partition("://")
+            if scheme.lower() == "file":
+                return "<path>/" + rest.rstrip("/").rpartition("/")[2]
+            user, at, host = rest.partition("@")
+            if at and "/" not in user and ":" in user:
+                return scheme + "://***@" + host
+            return url
+        path = match.group("path")
+        last = path.rstrip("/.").rpartition("/")[2]
+        tail = path[len(path.rstrip(".")):]          # the full stop that ends a sentence
+        return ("<path>/" + last + tail) if last else path
+
+    return _paths().sub(shorten, text)
+
+
+def cut_utf8(text: str, limit: int) -> str:
+    """Text of at most `limit` bytes in UTF-8, an ellipsis where it was cut."""
+    raw = text.encode("utf-8")
+    if len(raw) <= limit:
+        return text
+    return raw[:limit - 3].decode("utf-8", "ignore") + "\u2026"
+
+
+def backoff_s(attempt: int) -> float:
+    """Seconds before retry number `attempt` (from 1): exponential, with jitter so that
+    many clients of one broken broker do not return in step."""
+    import random
+    delay = min(BACKOFF_BASE_S * BACKOFF_FACTOR ** (attempt - 1), BACKOFF_MAX_S)
+    return delay * (0.5 + random.random() / 2)
+
+
+def write_atomic(path: str, content: bytes, mode: int = 0o600) -> None:
+    """Write a file so that a reader or a crash sees the old one or the new one, never a part."""
+    temporary = "%s.%d.%s.tmp" % (path, os.getpid(), random_hex(6))
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def format_duration(seconds: float) -> str:
+    """`4s`, `3m20s`, `2h05m`, `3d04h`: two units at most."""
+    whole = int(seconds)
+    if whole < 60:
+        return "%ds" % whole
+    if whole < 3600:
+        return "%dm%02ds" % divmod(whole, 60)
+    if whole < 86400:
+        return "%dh%02dm" % (whole // 3600, whole % 3600 // 60)
+    return "%dd%02dh" % (whole // 86400, whole % 86400 // 3600)
+
+
+# ==============================================================================
+# 4. Configuration
+#
+# Environment first, then one `.mam.env`. Settings is made once per command and
+# handed down; it is the only thing that has seen os.environ. Passwords live here
+# and in memory, never in a record, an argument or a line of output.
+# ==============================================================================
+
+Broker = namedtuple("Broker", "host port tls username password ca_certs certfile keyfile "
+                              "client_id_prefix keepalive_s")
+
+SELF_PATH = os.path.realpath(__file__)   # the launcher of mam.pyz sets its own path here
+
+
+class Settings:
+    """What one command runs with."""
+
+    __slots__ = ("env", "env_file", "workspace", "registry_dir", "home", "_secrets")
+
+    def __init__(self, env: Dict[str, str], env_file: Optional[str], workspace: str,
+                 registry_dir: str, home: str):
+        self.env = env                      # the environment overlaid on .mam.env
+        self.env_file = env_file            # the .mam.env that was read, if any
+        self.workspace = workspace          # absolute; what `.` means in a detail
+        self.registry_dir = registry_dir    # absolute
+        self.home = home
+        self._secrets: Optional[List[str]] = None
+
+    def get(self, name: str, default: str = "") -> str:
+        return self.env.get(name) or default
+
+    def seconds(self, name: str, default: float) -> float:
+        """A positive number of seconds from a variable; MamError when it is none."""
+        text = self.get(name)
+        return parse_seconds(text, name) if text else default
+
+    @property
+    def secrets(self) -> List[str]:
+        """Values of variables that look secret, longest first: never to be printed or sent."""
+        if self._secrets is None:
+            words = ("PASSWORD", "PASSWD", "SECRET", "TOKEN", "API_KEY", "APIKEY", "PRIVATE_KEY",
+                     "ACCESS_KEY", "CREDENTIAL", "PASSPHRASE")
+            found = {value for name, value in self.env.items()
+                     if len(value) >= 6 and any(word in name.upper().replace("TOKENS", "") for word in words)
+                     and not value.startswith("/")}
+            self._secrets = sorted(found, key=len, reverse=True)
+        return self._secrets
+
+    def generalise(self, text: str) -> str:
+        return generalise(text, self.workspace, self.home, self.secrets)
+
+
+def parse_seconds(text: str, name: str) -> float:
+    """Seconds from text: a positive number, at most ten years; whole ones become int."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 315360000:
+        raise MamError("%s is %r: it must be a positive number of seconds" % (name, text),
+                       exit=Exit.USAGE if name.startswith("--") else Exit.FAILED, code="bad_value")
+    return int(value) if value == int(value) else value
+
+
+def read_env_file(path: str) -> Dict[str, str]:
+    """Parse `KEY=value` lines: `#` comments, optional `export` and quotes, nothing expanded.
+
+    Raises EnvFileError naming the line, never its text: it may hold a password.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read().decode("utf-8-sig")
+    except OSError as error:
+        raise EnvFileError(path, error.strerror or str(error)) from None
+    except UnicodeDecodeError as error:
+        raise EnvFileError(path, "not UTF-8 at byte %d" % error.start) from None
+    values = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("export ") or line.startswith("export\t"):
+            line = line[7:].lstrip()
+        key, equals, value = line.partition("=")
+        key, value = key.strip(), value.strip()
+        if not equals or not key.isidentifier() or not key.isascii():
+            raise EnvFileError(path, "line %d is not KEY=value" % number)
+        if value[:1] in ("'", '"'):
+            end = value.find(value[0], 1)
+            rest = value[end + 1:].strip()
+            if end < 0 or (rest and not rest.startswith("#")):
+                raise EnvFileError(path, "line %d has an unfinished quote" % number)
+            value = value[1:end]
+        else:
+            value = value.partition(" #")[0].rstrip()
+        if "\0" in value:
+            raise EnvFileError(path, "line %d has a NUL character" % number)
+        values[key] = value
+    return values
+
+
+def find_workspace(env: Dict[str, str], start: str) -> Tuple[str, List[str]]:
+    """(the workspace, the folders in which a .mam.env is looked for, in order)."""
+    named = [os.path.abspath(env[name]) for name in ("MAM_REAL_ROOT", "WORKSPACE_ROOT") if env.get(name)]
+    folder = start
+    found = None
+    while found is None:
+        if any(os.path.exists(os.path.join(folder, marker)) for marker in (".mam", ".agents", ".git")):
+            found = folder
+        elif os.path.dirname(folder) == folder:
+            break
+        folder = os.path.dirname(folder)
+    candidates = named + ([found] if found else []) + [start]
+    return candidates[0], candidates
+
+
+def load_settings(registry_dir: Optional[str] = None) -> Settings:
+    """Read the environment and `.mam.env` (DESIGN 15).
+
+    `MAM_ENV_FILE` alone counts if set: missing is skipped and ends the search.
+    Raises EnvFileError for a file that exists and cannot be read.
+    """
+    env = dict(os.environ)
+    try:
+        start = os.getcwd()
+    except OSError:
+        start = "/"
+    workspace, folders = find_workspace(env, start)
+    named = env.get("MAM_ENV_FILE")
+    paths = [named] if named else [os.path.join(folder, ".mam.env") for folder in folders]
+    env_file = next((path for path in paths if os.path.lexists(path)), None)
+    if env_file:
+        env = {**read_env_file(env_file), **env}
+    registry = registry_dir or env.get("MAM_REGISTRY_DIR") or os.path.join(workspace, ".mam")
+    return Settings(env, env_file, workspace, os.path.abspath(registry),
+                    env.get("HOME") or os.path.expanduser("~"))
+
+
+def parse_port(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536):
+        raise MamError("%s is %r: a port is a number from 1 to 65535" % (name, text), code="bad_broker")
+    return int(text)
+
+
+def parse_broker_flag(text: str) -> Dict[str, Any]:
+    """The broker block of `--broker [mqtt[s]://][user@]host[:port]`. A password is refused."""
+    scheme, found, rest = text.rpartition("://")
+    if found and scheme not in ("mqtt", "mqtts"):
+        raise MamError("--broker is %r: the scheme must be mqtt:// or mqtts://" % text, exit=Exit.USAGE)
+    user, _, address = rest.rpartition("@")
+    if ":" in user:
+        raise MamError("--broker must not hold a password", exit=Exit.USAGE, code="secret_in_argv",
+                       hint="set MQTT_PASSWORD in the environment or in .mam.env")
+    host, colon, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "")
+    if not host or any(character.isspace() or character == "/" for character in host):
+        raise MamError("--broker is %r: no host name in it" % text, exit=Exit.USAGE)
+    tls = scheme == "mqtts"
+    block: Dict[str, Any] = {"host": host.strip("[]"), "tls": tls,
+                             "port": parse_port(port, "--broker") if colon else (8883 if tls else 1883)}
+    if user:
+        block["username"] = user
+    return block
+
+
+def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) -> Optional[Broker]:
+    """The broker to use: the job's own block over the environment's; None means no network.
+
+    Raises MamError for a setting that cannot be right.
+    """
+    block = block or {}
+    host = block.get("host") or settings.get("MQTT_BROKER")
+    if not host:
+        return None
+    if any(character.isspace() or ord(character) < 33 for character in host):
+        raise MamError("MQTT_BROKER is %r: not a host name" % host, code="bad_broker")
+    tls_text = settings.get("MQTT_TLS", "false").lower()
+    if tls_text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise MamError("MQTT_TLS is %r: it must be true or false" % tls_text, code="bad_broker")
+    tls = block["tls"] if "tls" in block else tls_text in ("true", "1", "yes", "on")
+    port = block.get("port") or parse_port(settings.get("MQTT_PORT", "8883" if tls else "1883"), "MQTT_PORT")
+    keepalive = settings.get("MQTT_KEEPALIVE", "60")
+    if not (keepalive.isdigit() and 0 < int(keepalive) < 65536):
+        raise MamError("MQTT_KEEPALIVE is %r: it must be 1 to 65535 seconds" % keepalive, code="bad_broker")
+    return Broker(host, port, bool(tls), block.get("username") or settings.get("MQTT_USERNAME"),
+                  settings.get("MQTT_PASSWORD"), settings.get("MQTT_CA_CERTS"),
+                  settings.get("MQTT_CERTFILE"), settings.get("MQTT_KEYFILE"),
+                  settings.get("MQTT_CLIENT_ID_PREFIX", "hermes"), int(keepalive))
+
+
+def broker_block(settings: Settings, block: Optional[Dict[str, Any]] = None) -> Optional[Dict[str, Any]]:
+    """Like broker_settings, as the part fit for a record; None when unset or unusable."""
+    try:
+        broker = broker_settings(settings, block)
+    except MamError:
+        return None
+    return broker and {"host": broker.host, "port": broker.port, "tls": broker.tls, "username": broker.username}
+
+
+def topic_root(settings: Settings) -> str:
+    """MAM_TOPIC_ROOT, checked: MQTT levels of [A-Za-z0-9_-], for NATS maps topics to subjects."""
+    root = settings.get("MAM_TOPIC_ROOT", DEFAULT_TOPIC_ROOT)
+    if not all(is_name(level) for level in root.split("/")):
+        raise MamError("MAM_TOPIC_ROOT is %r: levels of letters, digits, _ and - joined by /" % root,
+                       code="bad_value")
+    return root
+
+
+def environment_of_work(settings: Settings, extra: Dict[str, str]) -> Dict[str, str]:
+    """The environment of a delegated command: the user's own without what must not leak into it.
+
+    MQTT_* stay for now: the command's `mam publish` sends over its own connection.
+    """
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith("SHIV_") and not name.startswith("MAM_DISPATCH_SECRET")
+           and name not in AGENT_VARIABLES}
+    env.update(extra)
+    return env
+
+
+def own_environment(settings: Settings) -> Dict[str, str]:
+    """The environment of a background part of mam: all of the user's, the registry pinned."""
+    return {**os.environ, "MAM_REGISTRY_DIR": settings.registry_dir, "MAM_REAL_ROOT": settings.workspace}
+
+
+# ==============================================================================
+# 5. Model
+#
+# A job is what was asked for; an attempt is one try at it, with its own tokens;
+# an event is one thing an attempt said. What may change a job's status is one
+# table and one pure function, decide(): the registry only carries it out.
+# ==============================================================================
+
+# Columns of `jobs` that are read together (the prompt, which may be large, is apart).
+JOB_COLUMNS = (
+    "n job_id status phase reason created_at updated_at title agent agent_session role broker "
+    "topic_prefix timeout_sec idle_timeout_sec heartbeat_sec heartbeat_misses ack_timeout_sec "
+    "expected_artifacts last_seq job_type reviewer reviewer_session max_iterations iteration "
+    "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
+    "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
+    "detail parent_job workdir validate_cmd command feed_stdin wire delivery supervisor").split()
+ATTEMPT_COLUMNS = "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status".split()
+
+Job = namedtuple("Job", JOB_COLUMNS + ATTEMPT_COLUMNS)   # with its current attempt
+Event = namedtuple("Event", "n job_id attempt_id seq event source timestamp logged_at detail payload "
+                            "delivered_at")
+Beat = namedtuple("Beat", "job_id attempt_id period_s watch touched_at touched_mono")
+
+# The requests of DESIGN 6. `by` says whose word it is: a worker's must come from
+# the current attempt, an operator's carries its own authority.
+Rule = namedtuple("Rule", "from_statuses to by reason")
+REQUESTS = {
+    "claim": Rule(("pending",), "running", "session", None),
+    "started": Rule(OPEN_STATUSES, "running", "worker", None),
+    "progress": Rule(OPEN_STATUSES, "running", "worker", None),
+    "permission_required": Rule(OPEN_STATUSES, "running", "worker", None),
+    "completed": Rule(OPEN_STATUSES, "completed", "worker", None),
+    "error": Rule(OPEN_STATUSES, "error", "worker", None),
+    "settled": Rule(("running",), None, "supervisor", None),
+    "set": Rule(OPEN_STATUSES, None, "operator", "operator"),
+    "cancelled": Rule(OPEN_STATUSES, "cancelled", "operator", "cancelled"),
+    "deadline_timeout": Rule(OPEN_STATUSES, "error", "operator", "deadline_timeout"),
+    "unresponsive": Rule(OPEN_STATUSES, "error", "operator", "unresponsive"),
+    "agent_blocked": Rule(OPEN_STATUSES, "error", "operator", "agent_blocked"),
+    "spawn_failed": Rule(OPEN_STATUSES, "error", "operator", "spawn_failed"),
+    "supervisor_lost": Rule(OPEN_STATUSES, "error", "operator", "supervisor_lost"),
+    "session_busy": Rule(("pending",), "cancelled", "operator", "session_busy"),
+    "redispatch": Rule(STATUSES, "pending", "operator", None),
+}
+CLOSE_REQUESTS = ("deadline_timeout", "cancelled", "unresponsive", "agent_blocked", "spawn_failed",
+                  "supervisor_lost", "session_busy")
+TIMEOUT_REASONS = ("deadline_timeout", "unresponsive")
+
+# What a caller believes of the job; None is no opinion. A wrong belief is a refusal.
+Expected = namedtuple("Expected", "status attempt token last_seq", defaults=(None,) * 4)
+
+# What decide() answers. verdict: commit, idempotent, refused. `late` marks a
+# worker's word that came after the end of its attempt, kept as evidence.
+Decision = namedtuple("Decision", "verdict reason status phase late", defaults=("", None, None, False))
+
+# What Registry.transition answers (DESIGN 6).
+Transition = namedtuple("Transition", "committed idempotent reason job event")
+
+
+def what_became(job: Job) -> str:
+    """One sentence on where a job stands, for somebody whose request came too late."""
+    if job.status in OPEN_STATUSES and not job.outcome:
+        return "job %s is at attempt %d, %s" % (job.job_id, job.attempt_id, job.status)
+    if job.status in OPEN_STATUSES:
+        return "attempt %d of job %s has ended as %s and is being checked (%s)" % (
+            job.attempt_id, job.job_id, job.outcome, job.phase)
+    reason = " (%s)" % job.reason if job.reason else ""
+    return "job %s ended as %s%s at %s, attempt %d" % (
+        job.job_id, job.status, reason, job.finished_at, job.attempt_id)
+
+
+def owes_more(job: Job) -> Optional[str]:
+    """The phase a worker's `completed` opens when the job is not settled by it; else None.
+
+    (A review is not owed yet: nothing carries one out before loops exist.)
+    """
+    if job.validate_cmd or job.expected_artifacts != "[]":
+        return "validating"
+    return None
+
+
+def _fenced(job: Job, by: str, expected: Expected) -> Optional[Decision]:
+    """The refusal for a request that is not about this attempt as the caller believes it to be."""
+    if expected.attempt is not None and expected.attempt != job.attempt_id:
+        return Decision("refused", "attempt %s is not the current one: %s" % (
+            expected.attempt, what_became(job)), late=by == "worker")
+    if expected.token is not None and expected.token != job.dispatch_token:
+        return Decision("refused", "the dispatch token is not that of attempt %d: %s" % (
+            job.attempt_id, what_became(job)), late=by == "worker")
+    if by == "worker" and job.attempt_id > 1 and expected.attempt is None and expected.token is None:
+        return Decision("refused", "%s: a worker must name its attempt (--expect-dispatch-token or "
+                                   "--attempt-id)" % what_became(job), late=True)
+    if expected.status is not None and expected.status != job.status:
+        return Decision("refused", "expected status %s: %s" % (expected.status, what_became(job)))
+    if expected.last_seq is not None and expected.last_seq != job.last_seq:
+        return Decision("refused", "an event arrived in between (seq %d, not %d)" % (
+            job.last_seq, expected.last_seq))
+    return None
+
+
+def decide(job: Job, request: str, expected: Expected = Expected(), status: Optional[str] = None,
+           force: bool = False) -> Decision:
+    """What a request does to a job: the transition table of DESIGN 6, without side effects.
+
+    `status` is the wanted status for `set` and `settled`. Same terminal again is
+    idempotent; another one after the end is refused; only redispatch leaves an end.
+    """
+    rule = REQUESTS[request]
+    wanted = rule.to or status
+    refusal = _fenced(job, rule.by, expected)
+    if refusal:
+        return refusal
+    if request == "redispatch":
+        if job.outcome is None and job.status in OPEN_STATUSES and not force:
+            return Decision("refused", "attempt %d has not ended; --force ends it first" % job.attempt_id)
+        return Decision("commit", "", "pending", None)
+    if job.status in TERMINAL_STATUSES:
+        if wanted == job.status and (rule.by == "worker" or rule.reason in (job.reason, "operator")
+                                     or request == "cancelled"):
+            return Decision("idempotent", "already: %s" % what_became(job), late=rule.by == "worker")
+        return Decision("refused", "conflicting %s after terminal: %s" % (request, what_became(job)),
+                        late=rule.by == "worker")
+    if rule.by == "worker" and job.outcome is not None:
+        verdict = "idempotent" if wanted == job.outcome else "refused"
+        return Decision(verdict, what_became(job), late=True)
+    if job.status not in rule.from_statuses:
+        return Decision("refused", "%s needs status %s: %s" % (
+            request, " or ".join(rule.from_statuses), what_became(job)))
+    if request == "settled" and not job.phase:
+        return Decision("refused", "nothing is owed: %s" % what_became(job))
+    if request == "set" and wanted in OPEN_STATUSES and job.outcome is not None:
+        return Decision("refused", "%s; redispatch opens another attempt" % what_became(job))
+    if request == "set" and wanted == job.status:
+        return Decision("idempotent", "already: %s" % what_became(job))
+    if request == "completed" and owes_more(job):
+        return Decision("commit", "", "running", owes_more(job))
+    return Decision("commit", "", wanted, None)
+
+
+def exit_of(job: Job) -> int:
+    """The exit code that tells how a job ended (DESIGN 10, 11)."""
+    if job.status == "completed":
+        return Exit.OK
+    if job.reason in TIMEOUT_REASONS:
+        return Exit.TIMEOUT
+    return Exit.BUSY if job.reason == "session_busy" else Exit.FAILED
+
+
+def exit_of_all(jobs: Sequence[Job]) -> int:
+    """The exit code for several jobs: any error wins over a timeout, that over completed."""
+    codes = {exit_of(job) for job in jobs}
+    if codes <= {Exit.OK}:
+        return Exit.OK
+    return Exit.TIMEOUT if codes <= {Exit.OK, Exit.TIMEOUT} else (
+        codes.pop() if len(codes) == 1 else Exit.FAILED)
+
+
+def default_detail(request: str, job_id: str, reason: Optional[str]) -> str:
+    words = {"started": "started", "progress": "progress", "permission_required": "needs permission",
+             "completed": "completed", "error": "failed"}
+    if reason and request not in words:
+        return "Job %s closed: %s" % (job_id, reason)
+    return "Job %s %s" % (job_id, words.get(request, request))
+
+
+def check_job_id(text: str) -> str:
+    if not is_name(text):
+        raise MamError("%r is not a job id: 1 to 64 of letters, digits, _ and -" % text[:80], code="bad_job_id")
+    return text
+
+
+def check_session(text: str) -> str:
+    """A session is `kind:name`; a tmux one may also be a pane, `tmux:%12`."""
+    kind, colon, name = text.partition(":")
+    bare = name[1:] if kind == "tmux" and name.startswith("%") else name
+    if not colon or kind not in SESSION_KINDS or not is_name(bare):
+        raise MamError("%r is not a session: it must be KIND:NAME with KIND one of %s" % (
+            text[:80], ", ".join(SESSION_KINDS)), code="bad_session",
+            hint="for example exec:demo, tmux:alice or queue:builders")
+    return text
+
+
+def check_artifact(path: str, workdir: str) -> str:
+    """An expected artifact as a path relative to the workdir; it must lie inside it."""
+    relative = os.path.relpath(path, workdir) if os.path.isabs(path) else os.path.normpath(path)
+    if not path or relative == ".." or relative.startswith("../") or "\0" in path:
+        raise MamError("--artifact %r: it must be a path inside the workdir" % path, code="bad_artifact")
+    return relative
+
+
+# ==============================================================================
+# 6. Envelopes
+#
+# What goes over the wire (DESIGN 7). A payload is signed over its RFC 8785 form,
+# so that it stays readable JSON and any re-ordering or re-spacing on the way
+# changes nothing; a receiver believes nothing before every check has passed.
+# ==============================================================================
+
+
+class Rejected(Exception):
+    """A message from outside that is not accepted; `reason` is a word fit for counting."""
+
+    def __init__(self, reason: str, explanation: str = ""):
+        super().__init__(explanation or reason)
+        self.reason = reason
+
+
+def events_topic(job: Job) -> str:
+    return job.topic_prefix + "/events"
+
+
+def state_topic(job: Job) -> str:
+    return job.topic_prefix + "/state"
+
+
+def event_payload(job_id: str, seq: int, event: str, timestamp: str, detail: str,
+                  data: Dict[str, Any]) -> Dict[str, Any]:
+    """An unsigned event as it goes over the wire; data names the attempt that speaks."""
+    return {"schema_version": SCHEMA_VERSION, "seq": seq, "job_id": job_id, "event": event,
+            "timestamp": timestamp, "detail": detail, "data": data}
+
+
+def state_payload(job: Job) -> Dict[str, Any]:
+    """The retained picture of a job as it stands now; always built when it is sent."""
+    data: Dict[str, Any] = {"dispatch_token": job.dispatch_token, "attempt_id": job.attempt_id}
+    if job.reason:
+        data["reason"] = job.reason
+    payload = event_payload(job.job_id, job.last_seq, "state", job.updated_at, job.detail or "", data)
+    payload.update(status=job.status, phase=job.phase, last_event=job.last_event)
+    return payload
+
+
+def signature(payload: Dict[str, Any], key: str) -> bytes:
+    """HMAC-SHA256 over the canonical form of a payload without `data.hmac_sig` (RFC 2104).
+
+    The key is the ASCII bytes of its text form.
+    """
+    import hmac
+    data = {name: value for name, value in payload["data"].items() if name != "hmac_sig"}
+    return hmac.digest(key.encode("ascii"), canonical({**payload, "data": data}), "sha256")
+
+
+def sign(payload: Dict[str, Any], key: str) -> bytes:
+    """The signed bytes of a payload: canonical, so the same event has the same bytes every time."""
+    sig = signature(payload, key).hex()
+    return canonical({**payload, "data": {**payload["data"], "hmac_sig": sig}})
+
+
+def verify(payload: Any, key: str) -> None:
+    """Raise Rejected unless the payload carries the right signature (compared in constant time)."""
+    import hmac
+    data = payload.get("data") if isinstance(payload, dict) else None
+    claimed = data.get("hmac_sig") if isinstance(data, dict) else None
+    if not isinstance(claimed, str) or len(claimed) != 64:
+        raise Rejected("signature", "no signature")
+    try:
+        claimed_bytes = bytes.fromhex(claimed)
+        actual = signature(payload, key)
+    except ValueError as error:     # BadJson too
+        raise Rejected("signature", str(error)) from None
+    if not hmac.compare_digest(claimed_bytes, actual):
+        raise Rejected("signature", "wrong signature")
+
+
+def open_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str, key: str) -> Dict[str, Any]:
+    """The payload of a message from the wire, or Rejected: the checks of DESIGN 7 in their order.
+
+    `kind` is `events` or `state`; `key` belongs to the attempt the payload names
+    (the caller picks it by `data.attempt_id`, which is covered by the signature).
+    """
+    try:
+        payload = parse_json(raw)
+    except BadJson as error:
+        raise Rejected("size" if len(raw) > MAX_PAYLOAD_BYTES else "json", str(error)) from None
+    if not isinstance(payload, dict) or not isinstance(payload.get("data"), dict):
+        raise Rejected("shape", "not an object with an object `data`")
+    version = payload.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise Rejected("schema_version", "schema_version is %r" % (version,))
+    if topic != "%s/%s" % (topic_prefix, kind) or topic_prefix.rpartition("/")[2] != payload.get("job_id"):
+        raise Rejected("topic", "not on the topic of its own job and kind")
+    allowed = EVENTS if kind == "events" else ("state",)
+    if payload.get("event") not in allowed:
+        raise Rejected("vocabulary", "event is %r" % (payload.get("event"),))
+    if not isinstance(payload.get("detail"), str) or not isinstance(payload.get("timestamp"), str):
+        raise Rejected("shape", "detail or timestamp is no text")
+    verify(payload, key)
+    if type(payload.get("seq")) is not int or payload["seq"] < 0:
+        raise Rejected("seq", "seq is %r" % (payload.get("seq"),))
+    return payload
+
+
+def check_data(data: Any) -> Dict[str, Any]:
+    """User data of an event: an object, of allowed names, with a canonical form of fair size."""
+    if not isinstance(data, dict):
+        raise MamError("--data must be a JSON object, not %s" % type(data).__name__, code="bad_data",
+                       hint="for example --data '{\"tests_passed\": 42}'")
+    reserved = sorted(RESERVED_DATA.intersection(data))
+    if reserved:
+        raise MamError("--data uses a reserved name: %s" % ", ".join(reserved), code="bad_data",
+                       hint="choose another name; mam sets this one itself")
+    try:
+        size = len(canonical(data))
+    except BadJson as error:
+        raise MamError("--data cannot be signed: %s" % error, code="bad_data") from None
+    if size > MAX_DATA_BYTES:
+        raise MamError("--data is %d bytes, more than the %d allowed" % (size, MAX_DATA_BYTES),
+                       code="too_large", hint="write it to a file and name the file in the detail")
+    return data
+
+
+def parse_data(text: str) -> Dict[str, Any]:
+    try:
+        return check_data(parse_json(text.encode("utf-8", "surrogatepass"), 16 * MAX_DATA_BYTES))
+    except BadJson as error:
+        raise MamError("--data is not usable: %s" % error, code="bad_data",
+                       hint="for example --data '{\"tests_passed\": 42}'") from None
+
+
+def split_detail(text: str) -> Tuple[str, Optional[str]]:
+    """(detail, feedback): a detail over 4 KiB is cut and stands whole in data.feedback."""
+    size = len(text.encode("utf-8"))
+    if size <= MAX_DETAIL_BYTES:
+        return text, None
+    if size > MAX_FEEDBACK_BYTES:
+        raise MamError("the detail is %d bytes, more than the %d allowed" % (size, MAX_FEEDBACK_BYTES),
+                       code="too_large", hint="write it to a file and name the file in the detail")
+    return cut_utf8(text, MAX_DETAIL_BYTES), text
+
+
+# ==============================================================================
+# 7. Registry
+#
+# Jobs, attempts, events, beats and sessions in one SQLite file. An event, the
+# state change it causes and the number it takes are one transaction, so a crash
+# leaves all of it or none. Every statement goes through _execute, which waits for
+# a busy file and turns SQLite's failures into errors a user can act on.
+# ==============================================================================
+
+_SCHEMA = """
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE jobs(
+  n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL UNIQUE,
+  status TEXT NOT NULL, phase TEXT, reason TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
+  title TEXT NOT NULL, agent TEXT NOT NULL, agent_session TEXT NOT NULL, role TEXT NOT NULL,
+  broker TEXT, topic_prefix TEXT NOT NULL, timeout_sec REAL NOT NULL, idle_timeout_sec REAL NOT NULL,
+  heartbeat_sec REAL NOT NULL, heartbeat_misses INTEGER NOT NULL, ack_timeout_sec REAL NOT NULL,
+  expected_artifacts TEXT NOT NULL, last_seq INTEGER NOT NULL DEFAULT 0, job_type TEXT NOT NULL,
+  reviewer TEXT, reviewer_session TEXT, max_iterations INTEGER NOT NULL, iteration INTEGER NOT NULL DEFAULT 1,
+  attempt_id INTEGER NOT NULL, transport TEXT NOT NULL, transition_seq INTEGER NOT NULL DEFAULT 0,
+  state_rev INTEGER NOT NULL DEFAULT 1, state_sent INTEGER NOT NULL DEFAULT 0,
+  clear_owed INTEGER NOT NULL DEFAULT 0, claimed_at TEXT, claimed_mono TEXT,
+  delivered_at TEXT, delivered_mono TEXT, started_at TEXT, finished_at TEXT,
+  last_event TEXT, last_event_at TEXT, last_event_mono TEXT, detail TEXT, parent_job TEXT,
+  workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
+  wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', supervisor TEXT, prompt TEXT NOT NULL);
+CREATE INDEX jobs_pending ON jobs(agent_session, n) WHERE status = 'pending';
+CREATE INDEX jobs_status ON jobs(status, n);
+CREATE INDEX jobs_finished ON jobs(finished_at) WHERE finished_at IS NOT NULL;
+CREATE INDEX jobs_state_owed ON jobs(n) WHERE wire IS NOT NULL AND (state_sent < state_rev OR clear_owed);
+CREATE TABLE attempts(
+  job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, dispatch_token TEXT NOT NULL, auth_token TEXT NOT NULL,
+  seq_base INTEGER NOT NULL DEFAULT 0, outcome TEXT, created_at TEXT NOT NULL, ended_at TEXT,
+  runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER,
+  PRIMARY KEY(job_id, attempt_id)) WITHOUT ROWID;
+CREATE TABLE events(
+  n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, seq INTEGER,
+  event TEXT NOT NULL, source TEXT NOT NULL, timestamp TEXT NOT NULL, logged_at TEXT NOT NULL,
+  detail TEXT NOT NULL, payload TEXT NOT NULL, owed INTEGER NOT NULL DEFAULT 0, delivered_at TEXT,
+  UNIQUE(job_id, attempt_id, seq));
+CREATE INDEX events_of_job ON events(job_id, n);
+CREATE INDEX events_owed ON events(job_id, n) WHERE owed = 1;
+CREATE TABLE beats(
+  job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
+  armed_at TEXT NOT NULL, armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
+CREATE TABLE sessions(
+  session TEXT PRIMARY KEY, kind TEXT NOT NULL, agent TEXT, status TEXT NOT NULL, pane TEXT, workdir TEXT,
+  conversation TEXT, job_id TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, data TEXT);
+"""
+
+# Where locks, memory maps or both do not work across hosts: SQLite would lose commits.
+_SHARED_FILE_SYSTEMS = frozenset((
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "smb2", "9p", "virtiofs", "drvfs", "vboxsf", "afs", "ceph",
+    "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs", "fuse.vmhgfs-fuse", "prl_fs", "ncpfs",
+    "fuse.s3fs", "fuse.rclone", "beegfs", "gpfs", "afpfs", "webdav"))
+
+
+def file_system_type(path: str, mounts: str) -> str:
+    """The type of the file system that holds path, from the text of /proc/self/mounts."""
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind
+
+
+def _read_mounts() -> str:
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:      # macOS keeps no such file; its network mounts are not told apart here
+        return ""
+
+
+def _make_private_dir(path: str) -> None:
+    """Create a folder 0700; made by root, it takes the owner of the folder above."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        return
+    _give_to_owner(path)
+
+
+def _give_to_owner(path: str) -> None:
+    """A file made by root takes the owner of its folder, so that its user can go on using it."""
+    if os.geteuid() == 0:
+        above = os.stat(os.path.dirname(path))
+        if above.st_uid:
+            os.chown(path, above.st_uid, above.st_gid)
+
+
+class FileLock:
+    """An flock on a file that is made when needed. Released by close() or by the process's end."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _give_to_owner(path)
+
+    def acquire(self, wait_s: float = 0.0) -> bool:
+        """Take the lock within wait_s seconds. False means that somebody else holds it."""
+        import fcntl
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.005)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+class Registry:
+    """The jobs of one workspace, in `<dir>/mam.db`.
+
+    One object belongs to one process and one thread. A crash between any two
+    statements leaves the file as before the transaction or as after it.
+    """
+
+    def __init__(self, directory: str, create: bool = False):
+        """Open the registry; with `create`, make it if there is none.
+
+        Raises MamError: none there (code `no_registry`), unusable, corrupt, from a newer mam.
+        """
+        import sqlite3
+        self._sqlite = sqlite3
+        self.directory = directory
+        self.path = os.path.join(directory, "mam.db")
+        self._db: Any = None
+        self._identity: Any = None
+        try:
+            self._refuse_shared_file_system()
+            if not self._has_content():
+                if not create:
+                    raise MamError("no registry at %s" % directory, code="no_registry",
+                                   hint="a first `mam delegate` or `mam register` makes one; "
+                                        "--registry-dir or MAM_REGISTRY_DIR name another")
+                self._create()
+            self._open()
+        except OSError as error:
+            raise self._file_error(error) from None
+
+    # -- opening -----------------------------------------------------------------
+
+    def _refuse_shared_file_system(self) -> None:
+        folder = os.path.realpath(self.directory)
+        kind = file_system_type(folder, _read_mounts())
+        if kind in _SHARED_FILE_SYSTEMS:
+            raise MamError("the registry %s is on a network or shared file system (%s)" % (
+                self.directory, kind), code="shared_file_system",
+                hint="SQLite loses commits there: name a local folder with --registry-dir or MAM_REGISTRY_DIR")
+
+    def _has_content(self) -> bool:
+        try:
+            return os.stat(self.path).st_size > 0
+        except FileNotFoundError:
+            return False
+
+    def _create(self) -> None:
+        """Make the file aside, complete and in WAL mode, and move it into place under a lock.
+
+        So no process ever sees a half-made registry, nor races for the journal mode
+        (the busy handler is not consulted for that switch).
+        """
+        os.makedirs(os.path.dirname(self.directory), exist_ok=True)
+        _make_private_dir(self.directory)
+        ignore = os.path.join(self.directory, ".gitignore")
+        with FileLock(os.path.join(self.directory, "create.lock")) as lock:
+            if not lock.acquire(BUSY_WAIT_S):
+                raise MamError("another process has been creating %s for %ds" % (self.path, BUSY_WAIT_S),
+                               exit=Exit.NOT_RECORDED, code="busy", hint="run the same command again")
+            if self._has_content():
+                return
+            if not os.path.exists(ignore):   # so that `git clean` and `git add .` pass .mam by
+                write_atomic(ignore, b"*\n")
+                _give_to_owner(ignore)
+            fresh = os.path.join(self.directory, "mam.db.new")
+            for leftover in (fresh, fresh + "-wal", fresh + "-shm"):
+                if os.path.exists(leftover):
+                    os.unlink(leftover)
+            os.close(os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            self._db = self._connect(fresh)
+            self._execute("PRAGMA journal_mode=WAL")
+            self._execute("PRAGMA synchronous=FULL")
+            self._db.executescript("BEGIN;" + _SCHEMA + "PRAGMA user_version=%d; COMMIT;" % REGISTRY_VERSION)
+            self._execute("INSERT INTO meta VALUES('registry_id', ?)", (random_hex(32),))
+            self.close()
+            _give_to_owner(fresh)
+            os.rename(fresh, self.path)
+
+    def _connect(self, path: str, options: str = "mode=rw") -> Any:
+        quoted = path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+        try:
+            return self._sqlite.connect("file:%s?%s" % (quoted, options), uri=True,
+                                        timeout=0.1, isolation_level=None)
+        except self._sqlite.Error as error:
+            raise self._sql_error(error) from None
+
+    def _open(self) -> None:
+        self._db = self._connect(self.path)
+        stat = os.stat(self.path)
+        self._identity = (stat.st_dev, stat.st_ino)
+        try:
+            version = self._execute("PRAGMA user_version")[0][0]
+        except MamError as error:
+            if error.code not in ("read_only", "cannot_open") or os.path.exists(self.path + "-wal"):
+                raise
+            # A folder we may not write to, and nobody is writing: read the file as it is.
+            self.close()
+            self._db = self._connect(self.path, "mode=ro&immutable=1")
+            version = self._execute("PRAGMA user_version")[0][0]
+        if version > REGISTRY_VERSION:
+            raise MamError("the registry %s was made by a newer mam (version %d, this one knows %d)" % (
+                self.path, version, REGISTRY_VERSION), code="newer_registry",
+                hint="update this mam.pyz, or name another registry with --registry-dir")
+        if version < 1:
+            raise MamError("%s is not a registry of mam" % self.path, code="corrupt",
+                           hint="move it away, or name another registry with --registry-dir")
+        self._execute("PRAGMA synchronous=FULL")
+        self._execute("PRAGMA wal_autocheckpoint=0")   # see _checkpoint
+
+    def close(self) -> None:
+        if self._db is not None:
+            try:
+                self._db.close()
+            except self._sqlite.Error:
+                pass   # the last close checkpoints; what that could not write stays in the -wal
+            self._db = None
+
+    def __enter__(self) -> "Registry":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    # -- statements, transactions, failures -----------------------------------------
+
+    def _sql_error(self, error: Exception) -> MamError:
+        text = str(error)
+        again = "nothing was recorded; run the same command again"
+        if "locked" in text or "busy" in text:
+            return MamError("the registry %s has been busy for %ds" % (self.path, BUSY_WAIT_S),
+                            exit=Exit.NOT_RECORDED, hint=again, code="busy")
+        if "full" in text:
+            return MamError("the disk is full: %s" % self.path, exit=Exit.NOT_RECORDED,
+                            hint="free some space; " + again, code="disk_full")
+        if "readonly" in text or "read-only" in text:
+            return MamError("the registry %s cannot be written: it is read-only" % self.path, code="read_only",
+                            hint="check the owner and mode of the folder, or use --registry-dir")
+        if "unable to open" in text:
+            return MamError("the registry %s cannot be opened" % self.path, code="cannot_open",
+                            hint="check the owner and mode of the folder, or use --registry-dir")
+        if "not a database" in text or "malformed" in text or "no such table" in text:
+            return MamError("the registry %s is corrupt (%s)" % (self.path, text), code="corrupt",
+                            hint="keep a copy of the folder, then move mam.db away; a new one is made")
+        return MamError("the registry %s failed: %s" % (self.path, text), exit=Exit.NOT_RECORDED,
+                        hint=again, code="io_error")
+
+    def _file_error(self, error: OSError) -> MamError:
+        import errno
+        where = error.filename or self.directory
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return MamError("the disk is full: %s" % where, exit=Exit.NOT_RECORDED, code="disk_full",
+                            hint="free some space; nothing was recorded; run the same command again")
+        return MamError("the registry cannot be used: %s: %s" % (where, error.strerror or error),
+                        code="cannot_open", hint="check the owner and mode of the folder, or use --registry-dir")
+
+    def _execute(self, sql: str, params: Sequence[Any] = ()) -> List[Any]:
+        """Run one statement and fetch everything (an open cursor would freeze data_version)."""
+        deadline = 0.0
+        while True:
+            try:
+                return self._db.execute(sql, params).fetchall()
+            except self._sqlite.Error as error:
+                text = str(error)
+                if not ("locked" in text or "busy" in text):
+                    raise self._sql_error(error) from None
+                now = time.monotonic()
+                deadline = deadline or now + BUSY_WAIT_S
+                if now >= deadline:
+                    raise self._sql_error(error) from None
+                time.sleep(0.002 + os.urandom(1)[0] / 255 * 0.02)   # jitter: no two return in step
+
+    def still_there(self) -> bool:
+        """Whether the open file is the one at its path (somebody may have deleted the folder)."""
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            return False
+        return (stat.st_dev, stat.st_ino) == self._identity
+
+    def _check_still_there(self) -> None:
+        if not self.still_there():
+            raise MamError("the registry %s was removed or replaced while in use" % self.path,
+                           exit=Exit.NOT_RECORDED, code="registry_gone",
+                           hint="nothing was recorded; run the same command again")
+
+    def write(self, durable: bool = True) -> "_Transaction":
+        """A context in which everything is committed together, or nothing is."""
+        return _Transaction(self, durable)
+
+    def _checkpoint(self) -> None:
+        """Empty a long -wal. TRUNCATE holds the writer lock: SQLite before 3.51.3 can lose
+        commits when a checkpoint races a writer, so no other kind is ever run."""
+        try:
+            if os.stat(self.path + "-wal").st_size < WAL_LIMIT_BYTES:
+                return
+        except OSError:
+            return
+        self._db.execute("PRAGMA busy_timeout=0")
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except self._sqlite.Error:
+            pass   # the commit stands; the next one past the limit tries again
+        finally:
+            self._db.execute("PRAGMA busy_timeout=100")
+
+    def data_version(self) -> int:
+        """Changes whenever another connection has committed; costs 2 microseconds."""
+        return self._execute("PRAGMA data_version")[0][0]
+
+    # -- reading ------------------------------------------------------------------
+
+    _JOB_SQL = "SELECT %s, %s FROM jobs j JOIN attempts a ON a.job_id = j.job_id AND a.attempt_id = j.attempt_id " % (
+        ", ".join("j." + column for column in JOB_COLUMNS),
+        ", ".join("a." + column for column in ATTEMPT_COLUMNS))
+    _EVENT_SQL = "SELECT %s FROM events " % ", ".join(Event._fields)
+
+    def _jobs(self, where: str, params: Sequence[Any] = ()) -> List[Job]:
+        return [Job._make(row) for row in self._execute(self._JOB_SQL + where, params)]
+
+    def job(self, job_id: str) -> Job:
+        """The job with its current attempt; MamError (code `unknown_job`) if there is none."""
+        found = self._jobs("WHERE j.job_id = ?", (check_job_id(job_id),))
+        if not found:
+            raise MamError("no job %s in %s" % (job_id, self.directory), code="unknown_job",
+                           hint="`mam list` shows the jobs of this registry")
+        return found[0]
+
+    def jobs(self, status: Optional[str] = None) -> List[Job]:
+        """All jobs in the order of registration, or those of one status."""
+        if status:
+            return self._jobs("WHERE j.status = ? ORDER BY j.n", (status,))
+        return self._jobs("ORDER BY j.n")
+
+    def open_jobs(self) -> List[Job]:
+        return self._jobs("WHERE j.status IN ('pending', 'running') ORDER BY j.n")
+
+    def jobs_by_id(self, job_ids: Sequence[str]) -> List[Job]:
+        found: List[Job] = []
+        for start in range(0, len(job_ids), 500):   # SQLite takes 999 parameters
+            part = job_ids[start:start + 500]
+            found += self._jobs("WHERE j.job_id IN (%s)" % ",".join("?" * len(part)), part)
+        return found
+
+    def last_ends(self, count: int) -> List[Job]:
+        return self._jobs("WHERE j.finished_at IS NOT NULL ORDER BY j.finished_at DESC, j.n DESC LIMIT ?", (count,))
+
+    def counts(self) -> Dict[str, int]:
+        return dict(self._execute("SELECT status, count(*) FROM jobs GROUP BY status"))
+
+    def open_in_session(self, session: str, but: str) -> Optional[str]:
+        """The id of another job that has been or is being handed to this session and is open."""
+        rows = self._execute("SELECT job_id FROM jobs WHERE status IN ('pending', 'running') AND agent_session = ? "
+                             "AND delivery <> 'none' AND job_id <> ? LIMIT 1", (session, but))
+        return rows[0][0] if rows else None
+
+    def prompt(self, job_id: str) -> str:
+        return self._execute("SELECT prompt FROM jobs WHERE job_id = ?", (job_id,))[0][0]
+
+    def attempt_token(self, job_id: str, attempt_id: int) -> Optional[str]:
+        """The signing key of an attempt."""
+        rows = self._execute("SELECT auth_token FROM attempts WHERE job_id = ? AND attempt_id = ?",
+                             (job_id, attempt_id))
+        return rows[0][0] if rows else None
+
+    def events(self, job_id: Optional[str] = None, after: int = 0, limit: int = -1) -> List[Event]:
+        """Log lines after key `after` in the order they were written, of one job or of all."""
+        if job_id:
+            rows = self._execute(self._EVENT_SQL + "WHERE job_id = ? AND n > ? ORDER BY n LIMIT ?",
+                                 (job_id, after, limit))
+        else:
+            rows = self._execute(self._EVENT_SQL + "WHERE n > ? ORDER BY n LIMIT ?", (after, limit))
+        return [Event._make(row) for row in rows]
+
+    def last_event_n(self) -> int:
+        return self._execute("SELECT coalesce(max(n), 0) FROM events")[0][0]
+
+    def beat(self, job_id: str) -> Optional[Beat]:
+        rows = self._execute("SELECT %s FROM beats WHERE job_id = ?" % ", ".join(Beat._fields), (job_id,))
+        return Beat._make(rows[0]) if rows else None
+
+    def beats(self) -> Dict[str, Beat]:
+        return {row[0]: Beat._make(row) for row in self._execute("SELECT %s FROM beats" % ", ".join(Beat._fields))}
+
+    # -- the log ------------------------------------------------------------------
+
+    def _log(self, job: Job, event: str, source: str, detail: str, data: Dict[str, Any],
+             attempt: Optional[int] = None) -> None:
+        """Append a line for the record only: it has no number and never travels."""
+        self._execute(
+            "INSERT INTO events(job_id, attempt_id, event, source, timestamp, logged_at, detail, payload) "
+            "VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+            (job.job_id, attempt or job.attempt_id, event, source, utc_now(), utc_now(True), detail,
+             compact_json(data)))
+
+    def note(self, job_id: str, event: str, source: str, detail: str, data: Optional[Dict[str, Any]] = None) -> None:
+        """Keep something worth knowing in a job's log, in a transaction of its own."""
+        with self.write():
+            self._log(self.job(job_id), event, source, detail, data or {})
+
+    def _append_event(self, job: Job, event: str, source: str, detail: str, data: Dict[str, Any]) -> Event:
+        """Append an event that takes the job's next number; it is owed if the job has a wire."""
+        data = {**data, "dispatch_token": job.dispatch_token, "attempt_id": job.attempt_id}
+        payload = event_payload(job.job_id, job.last_seq + 1, event, utc_now(), detail, data)
+        raw = canonical(payload)
+        if len(raw) + 80 > MAX_PAYLOAD_BYTES:    # 80: the signature to come
+            raise MamError("the event is %d bytes, more than the %d allowed" % (len(raw), MAX_PAYLOAD_BYTES),
+                           code="too_large", hint="shorten the detail or --data")
+        logged_at = utc_now(True)
+        self._execute(
+            "INSERT INTO events(job_id, attempt_id, seq, event, source, timestamp, logged_at, detail, payload, owed) "
+            "VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (job.job_id, job.attempt_id, payload["seq"], event, source, payload["timestamp"], logged_at, detail,
+             raw.decode("utf-8"), 1 if job.wire else 0))
+        n = self._execute("SELECT last_insert_rowid()")[0][0]
+        return Event(n, job.job_id, job.attempt_id, payload["seq"], event, source, payload["timestamp"],
+                     logged_at, detail, raw.decode("utf-8"), None)
+
+    def _update_job(self, job: Job, changes: Dict[str, Any], visible: bool = True) -> None:
+        """Write columns of a job; what a state message shows (`visible`) raises its revision."""
+        changes = {"updated_at": utc_now(), **({"state_rev": job.state_rev + 1} if visible else {}), **changes}
+        self._execute("UPDATE jobs SET %s WHERE job_id = ?" % ", ".join(name + " = ?" for name in changes),
+                      (*changes.values(), job.job_id))
+
+    # -- registration ----------------------------------------------------------------
+
+    def register(self, record: Dict[str, Any], auth_token: Optional[str] = None,
+                 dispatch_token: Optional[str] = None) -> Job:
+        """Insert a pending job from a dict of column values; MamError (`job_exists`) if the id is taken."""
+        job_id = record["job_id"]
+        now = utc_now()
+        record = {**record, "status": "pending", "created_at": now, "updated_at": now}
+        with self.write():
+            if self._execute("SELECT 1 FROM jobs WHERE job_id = ?", (job_id,)):
+                raise MamError("job already exists: %s" % job_id, code="job_exists",
+                               hint="choose another --job-id, or `mam redispatch %s`" % job_id)
+            self._execute("INSERT INTO jobs(%s) VALUES(%s)" % (", ".join(record), ", ".join("?" * len(record))),
+                          tuple(record.values()))
+            self._execute("INSERT INTO attempts(job_id, attempt_id, dispatch_token, auth_token, created_at) "
+                          "VALUES(?, ?, ?, ?, ?)",
+                          (job_id, record["attempt_id"], dispatch_token or random_hex(32),
+                           auth_token or random_token(), now))
+            job = self.job(job_id)
+            self._log(job, "registered", "registry", job.title,
+                      {"agent": job.agent, "agent_session": job.agent_session, "prompt_bytes":
+                       len(record["prompt"].encode("utf-8"))})
+        return job
+
+    # -- the transition boundary ---------------------------------------------------------
+
+    def transition(self, job_id: str, request: str, *, expected_status: Optional[str] = None,
+                   expected_attempt: Optional[int] = None, expected_dispatch_token: Optional[str] = None,
+                   expected_last_seq: Optional[int] = None, source: str,
+                   fields: Optional[Dict[str, Any]] = None) -> Transition:
+        """Change a job's status: the one place that does (DESIGN 6).
+
+        By compare-and-swap in one transaction: what decide() allows is committed together
+        with the event it causes; a refusal is an answer with its reason, and what a late
+        worker brought stays in the log. `fields`: status (for set, settled), detail,
+        feedback, data, reason (for settled), force, prompt, attempt_id (for redispatch),
+        heartbeat_sec, watch (arm a beat).
+        """
+        fields = fields or {}
+        expected = Expected(expected_status, expected_attempt, expected_dispatch_token, expected_last_seq)
+        with self.write():
+            job = self.job(job_id)
+            decision = decide(job, request, expected, fields.get("status"), bool(fields.get("force")))
+            event = None
+            if decision.verdict == "commit" and request == "redispatch":
+                self._redispatch(job, source, fields)
+            elif decision.verdict == "commit":
+                event = self._commit_change(job, request, decision, source, fields)
+            elif decision.late:
+                self._log(job, "late", source, fields.get("detail") or "",
+                          {"source_event": request, "reason": decision.reason, "data": fields.get("data") or {},
+                           "feedback": fields.get("feedback")}, expected_attempt)
+            elif decision.verdict == "refused":
+                self._log(job, "refused", source, decision.reason, {"request": request})
+            job = self.job(job_id)
+        return Transition(decision.verdict == "commit", decision.verdict == "idempotent", decision.reason, job, event)
+
+    def _commit_change(self, job: Job, request: str, decision: Decision, source: str,
+                       fields: Dict[str, Any]) -> Optional[Event]:
+        """Carry out an allowed request: columns, attempt, event and log line, inside a transaction."""
+        rule, now, moment = REQUESTS[request], utc_now(), instant()
+        ends_job = decision.status in TERMINAL_STATUSES
+        reason = fields.get("reason") or rule.reason if ends_job else None
+        changes: Dict[str, Any] = {"status": decision.status, "phase": decision.phase, "reason": reason,
+                                   "transition_seq": job.transition_seq + 1}
+        if request == "claim":
+            changes.update(claimed_at=now, claimed_mono=moment)
+        event = None
+        name = self._event_of(job, request, decision.status)
+        if name:
+            data = {**(fields.get("data") or {})}
+            if fields.get("feedback"):
+                data["feedback"] = fields["feedback"]
+            if decision.phase:
+                data["settles"] = False
+            if rule.by != "worker":
+                data.update(reason=reason or "settled", status=decision.status)
+            detail = fields.get("detail") or default_detail(request, job.job_id, reason)
+            event = self._append_event(job, name, source, detail, data)
+            changes.update(last_seq=event.seq, last_event=name, last_event_at=now, last_event_mono=moment,
+                           detail=detail)
+            if job.started_at is None and rule.by == "worker":
+                changes["started_at"] = now
+        if ends_job:
+            changes["finished_at"] = now
+        if ends_job or decision.phase:
+            self._end_attempt(job, request if rule.by == "worker" else decision.status)
+        elif fields.get("heartbeat_sec"):
+            self._arm_beat(job, fields["heartbeat_sec"], fields.get("watch"))
+        self._update_job(job, changes)
+        if decision.status != job.status or decision.phase != job.phase:
+            self._log(job, "status_changed", source, decision.status + (" (%s)" % (decision.phase or reason)
+                                                                       if decision.phase or reason else ""),
+                      {"from": job.status, "to": decision.status, "by": source, "phase": decision.phase})
+        return event
+
+    @staticmethod
+    def _event_of(job: Job, request: str, status: str) -> Optional[str]:
+        """The event a committed request causes; a remote job's events are its runner's alone."""
+        if REQUESTS[request].by == "worker":
+            return request
+        if status in TERMINAL_STATUSES and job.transport != "remote":
+            return "completed" if status == "completed" else "error"
+        return None
+
+    def _end_attempt(self, job: Job, outcome: str) -> None:
+        self._execute("UPDATE attempts SET outcome = coalesce(outcome, ?), ended_at = coalesce(ended_at, ?) "
+                      "WHERE job_id = ? AND attempt_id = ?", (outcome, utc_now(), job.job_id, job.attempt_id))
+        self._execute("DELETE FROM beats WHERE job_id = ?", (job.job_id,))
+
+    def _redispatch(self, job: Job, source: str, fields: Dict[str, Any]) -> None:
+        """Open the next attempt: new tokens, no beat, and nothing more of the old one travels."""
+        self._end_attempt(job, "superseded")
+        attempt = max(job.attempt_id + 1, int(fields.get("attempt_id") or 0))
+        self._execute("INSERT INTO attempts(job_id, attempt_id, dispatch_token, auth_token, seq_base, created_at) "
+                      "VALUES(?, ?, ?, ?, ?, ?)",
+                      (job.job_id, attempt, random_hex(32), random_token(), job.last_seq, utc_now()))
+        self._execute("UPDATE events SET owed = 0 WHERE job_id = ? AND owed = 1", (job.job_id,))
+        changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
+                   "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
+                   "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
+                   "finished_at": None, "supervisor": None, "last_event_mono": None}
+        if fields.get("prompt") is not None:
+            changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
+        self._update_job(job, changes)
+        self._log(job, "status_changed", source, "pending (attempt %d)" % attempt,
+                  {"from": job.status, "to": "pending", "by": source, "attempt_id": attempt}, attempt)
+
+    def edit(self, job_id: str, source: str, changes: Dict[str, Any]) -> None:
+        """Change descriptive columns (role, session, prompt, iteration) that are no transition."""
+        with self.write():
+            job = self.job(job_id)
+            self._update_job(job, changes)
+            self._log(job, "updated", source, ", ".join(sorted(set(changes) - {"title"})), {})
+
+    def pick(self, session: str) -> Optional[Job]:
+        """Claim the oldest pending job of a session, by order of registration; None if there is none.
+
+        Selection and claim are separate transactions; losing the race is not an
+        end, the next oldest is tried.
+        """
+        while True:
+            rows = self._execute("SELECT job_id FROM jobs WHERE status = 'pending' AND agent_session = ? "
+                                 "ORDER BY n LIMIT 1", (session,))
+            if not rows:
+                return None
+            answer = self.transition(rows[0][0], "claim", expected_status="pending", source=session)
+            if answer.committed:
+                return answer.job
+
+    # -- delivery, supervision -------------------------------------------------------------
+
+    def move_delivery(self, job_id: str, attempt: int, before: str, after: str) -> bool:
+        """Compare-and-swap of an open attempt's delivery (none, sending, sent). False: not ours to deliver."""
+        with self.write():
+            job = self.job(job_id)
+            if (job.attempt_id, job.delivery) != (attempt, before) or job.outcome is not None \
+                    or job.status not in OPEN_STATUSES:
+                return False
+            # From `sending` on the clocks run, so that a deliverer's death leaves no job without them.
+            changes: Dict[str, Any] = {"delivery": after, "delivered_at": utc_now(), "delivered_mono": instant()}
+            self._update_job(job, changes, visible=False)
+            return True
+
+    def claim_session(self, job: Job) -> Optional[str]:
+        """Begin a delivery into a pane unless another open job has it; the other job's id if so."""
+        with self.write():
+            other = self.open_in_session(job.agent_session, job.job_id)
+            if other is None:
+                self._update_job(job, {"delivery": "sending", "delivered_at": utc_now(),
+                                       "delivered_mono": instant()}, visible=False)
+            return other
+
+    def adopt_run(self, job_id: str, attempt: int, run: Dict[str, Any]) -> bool:
+        """Become the one process that runs an attempt's command. False: somebody is, or it is over."""
+        with self.write():
+            job = self.job(job_id)
+            if job.attempt_id != attempt or job.delivery != "sending" or job.run or job.outcome is not None:
+                return False
+            self._write_run(job, run)
+            return True
+
+    def save_run(self, job: Job, run: Dict[str, Any]) -> None:
+        """Record the process identities of an attempt's command before it begins."""
+        with self.write():
+            self._write_run(job, run)
+
+    def _write_run(self, job: Job, run: Dict[str, Any]) -> None:
+        self._execute("UPDATE attempts SET run = ? WHERE job_id = ? AND attempt_id = ?",
+                      (compact_json(run), job.job_id, job.attempt_id))
+
+    def end_run(self, job: Job, exit_status: Optional[int]) -> None:
+        """Note that an attempt's command is over, with its exit status (negative: the signal)."""
+        with self.write():
+            self._execute("UPDATE attempts SET run_ended_at = ?, exit_status = ? WHERE job_id = ? AND attempt_id = ?",
+                          (utc_now(), exit_status, job.job_id, job.attempt_id))
+            self._log(job, "exited", "_run", "exit status %s" % exit_status, {"exit_status": exit_status},
+                      job.attempt_id)
+
+    def set_supervisor(self, job_id: str, identity: Dict[str, Any]) -> None:
+        with self.write():
+            self._execute("UPDATE jobs SET supervisor = ? WHERE job_id = ?", (compact_json(identity), job_id))
+
+    # -- beats ----------------------------------------------------------------------------
+
+    def _arm_beat(self, job: Job, period_s: float, watch: Optional[Dict[str, Any]]) -> None:
+        now, moment = utc_now(), instant()
+        self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+                      (job.job_id, job.attempt_id, period_s, compact_json(watch) if watch else None,
+                       now, moment, now, moment))
+
+    def touch_beat(self, job_id: str, attempt: int) -> bool:
+        """A sign of life, unless the attempt is over or the beat is not armed."""
+        with self.write(durable=False):
+            self._execute("UPDATE beats SET touched_at = ?, touched_mono = ? WHERE job_id = ? AND attempt_id = ?",
+                          (utc_now(), instant(), job_id, attempt))
+            return bool(self._execute("SELECT changes()")[0][0])
+
+    def drop_beat(self, job_id: str, attempt: int) -> None:
+        with self.write():
+            self._execute("DELETE FROM beats WHERE job_id = ? AND attempt_id = ?", (job_id, attempt))
+
+    # -- the outbox ------------------------------------------------------------------------
+
+    def connect_wire(self, job_id: str) -> None:
+        """From now on this job's news is owed to a broker, that of its past included."""
+        with self.write():
+            if not self._execute("SELECT 1 FROM jobs WHERE job_id = ? AND wire IS NULL", (job_id,)):
+                return
+            self._execute("UPDATE jobs SET wire = 'mqtt' WHERE job_id = ?", (job_id,))
+            self._execute("UPDATE events SET owed = 1 WHERE job_id = ? AND seq IS NOT NULL "
+                          "AND attempt_id = (SELECT attempt_id FROM jobs WHERE job_id = ?)", (job_id, job_id))
+
+    def owed_events(self, job_id: str, limit: int) -> List[Event]:
+        """What was recorded and not yet acknowledged by the broker, in order."""
+        rows = self._execute(self._EVENT_SQL + "WHERE job_id = ? AND owed = 1 ORDER BY n LIMIT ?", (job_id, limit))
+        return [Event._make(row) for row in rows]
+
+    def owes(self, job_id: str) -> bool:
+        """Whether anything of this job is owed to its broker: events, a state, a clearing."""
+        return bool(self._execute(
+            "SELECT 1 FROM events WHERE job_id = ? AND owed = 1 UNION ALL SELECT 1 FROM jobs "
+            "WHERE job_id = ? AND wire IS NOT NULL AND last_seq > 0 AND (state_sent < state_rev OR clear_owed) "
+            "LIMIT 1", (job_id, job_id)))
+
+    def jobs_owing(self, limit: int) -> List[str]:
+        return [row[0] for row in self._execute(
+            "SELECT DISTINCT job_id FROM events WHERE owed = 1 UNION SELECT job_id FROM jobs "
+            "WHERE wire IS NOT NULL AND (state_sent < state_rev OR clear_owed) AND last_seq > 0 LIMIT ?", (limit,))]
+
+    def mark_sent(self, events: Sequence[int] = (), state: Optional[Tuple[str, int]] = None,
+                  cleared: Optional[str] = None) -> None:
+        """Note what a broker acknowledged. Losing this note sends it again, so it need not be durable."""
+        with self.write(durable=False):
+            for n in events:
+                self._execute("UPDATE events SET owed = 0, delivered_at = ? WHERE n = ?", (utc_now(), n))
+            if state:
+                self._execute("UPDATE jobs SET state_sent = max(state_sent, ?) WHERE job_id = ?", (state[1], state[0]))
+            if cleared:
+                self._execute("UPDATE jobs SET clear_owed = 0 WHERE job_id = ?", (cleared,))
+
+    # -- v4 ---------------------------------------------------------------------------------
+
+    def scrub_passwords(self, dry_run: bool) -> List[str]:
+        """Take `password` out of stored broker blocks (imported ones); the ids concerned."""
+        import json
+        found = []
+        with self.write():
+            for job_id, text in self._execute("SELECT job_id, broker FROM jobs WHERE broker LIKE '%password%'"):
+                block = json.loads(text)
+                if not block.pop("password", None):
+                    continue
+                found.append(job_id)
+                if not dry_run:
+                    self._execute("UPDATE jobs SET broker = ? WHERE job_id = ?", (compact_json(block), job_id))
+        return found
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE to COMMIT. `durable=False` spares the fsync where a loss only means a repetition."""
+
+    __slots__ = ("_registry", "_durable")
+
+    def __init__(self, registry: Registry, durable: bool = True):
+        self._registry, self._durable = registry, durable
+
+    def __enter__(self) -> None:
+        if not self._durable:
+            self._registry._execute("PRAGMA synchronous=NORMAL")
+        self._registry._execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        registry = self._registry
+        try:
+            if kind is None:   # the check is last, so that nothing is committed into a deleted file
+                registry._check_still_there()
+                registry._execute("COMMIT")
+        finally:
+            if registry._db.in_transaction:
+                registry._db.rollback()
+            if not self._durable:
+                registry._execute("PRAGMA synchronous=FULL")
+        if kind is None:
+            registry._checkpoint()
+
+
+def title_of(prompt: str) -> str:
+    """The first line of a prompt that says something, fit for a list."""
+    line = next((line for line in prompt.splitlines() if line.strip()), "")
+    return clean_text(line.strip())[:TITLE_CHARS]
+
+
+# ==============================================================================
+# 8. Processes
+#
+# A pid alone means nothing once its process has gone: whoever is watched or
+# signalled is known by pid, start time, boot and pid namespace together.
+# ==============================================================================
+
+
+def _stat_fields(pid: int) -> Optional[List[str]]:
+    """/proc/<pid>/stat after the command name: [state, ppid, pgrp, ...]; None if there is none."""
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as file:
+            return file.read().rpartition(b")")[2].decode("ascii").split()
+    except (OSError, ValueError):
+        return None
+
+
+def _ps(pid: int, column: str) -> str:
+    """One column of ps, for systems without /proc. The zone is fixed: lstart is local time."""
+    import subprocess
+    done = subprocess.run(["ps", "-o", column + "=", "-p", str(pid)], stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+                          env={"TZ": "UTC", "LC_ALL": "C", "PATH": "/bin:/usr/bin"})
+    return done.stdout.decode("utf-8", "replace").strip()
+
+
+def _has_proc() -> bool:
+    return os.path.exists("/proc/self/stat")
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def identity_of(pid: int) -> Optional[Dict[str, Any]]:
+    """Who a pid is now, in a form that can be stored and compared; None if it does not live."""
+    if _has_proc():
+        fields = _stat_fields(pid)
+        if fields is None or fields[0] in "ZXx":
+            return None
+        start = fields[19]
+    else:
+        start = _ps(pid, "lstart")
+        if not start or _ps(pid, "stat").startswith("Z"):
+            return None
+    return {"pid": pid, "start": start, "boot": boot_id(), "ns": _pid_namespace()}
+
+
+def is_alive(identity: Optional[Dict[str, Any]]) -> Optional[bool]:
+    """Whether the very process lives. None: it cannot be seen from here (another pid namespace)."""
+    if not identity:
+        return False
+    if identity.get("boot") != boot_id():
+        return False
+    if identity.get("ns") != _pid_namespace():
+        return None
+    return identity_of(identity["pid"]) == identity
+
+
+def parent_of(pid: int) -> int:
+    if _has_proc():
+        fields = _stat_fields(pid)
+        return int(fields[1]) if fields else 0
+    text = _ps(pid, "ppid")
+    return int(text) if text.isdigit() else 0
+
+
+def command_names(pid: int) -> List[str]:
+    """The names under which a process may be known: of the program, and of a script it interprets."""
+    if not _has_proc():
+        return [os.path.basename(word) for word in _ps(pid, "command").split(" ")[:2]]
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as file:
+            words = file.read().split(b"\0")[:2]
+        with open("/proc/%d/comm" % pid, "rb") as file:
+            words.append(file.read().strip())
+    except OSError:
+        return []
+    return [os.path.basename(word.decode("utf-8", "replace")) for word in words]
+
+
+def agent_ancestor() -> Optional[int]:
+    """The nearest ancestor of this process that is an agent CLI."""
+    pid = os.getppid()
+    for _ in range(64):
+        if pid <= 1:
+            return None
+        if AGENT_COMMANDS.intersection(command_names(pid)):
+            return pid
+        pid = parent_of(pid)
+    return None
+
+
+def group_members(group: int) -> List[int]:
+    """The living processes of a process group (zombies are dead)."""
+    if not _has_proc():
+        import subprocess
+        out = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat="], stdout=subprocess.PIPE).stdout.decode()
+        rows = [line.split() for line in out.splitlines()]
+        return [int(row[0]) for row in rows if len(row) == 3 and row[1] == str(group) and row[2][0] != "Z"]
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = _stat_fields(int(name))
+            if fields and fields[2] == str(group) and fields[0] not in "ZXx":
+                found.append(int(name))
+    return found
+
+
+def signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        pass   # gone already, or (macOS) nothing but zombies left
+
+
+def end_group(group: int, grace_s: float, tick: Callable[[], Any] = lambda: None) -> None:
+    """TERM, up to grace_s seconds, KILL, until no member lives. `tick` runs while waiting."""
+    import signal
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        if not group_members(group):
+            return
+        signal_group(group, number)
+        deadline = time.monotonic() + wait_s
+        while group_members(group) and time.monotonic() < deadline:
+            tick()
+            time.sleep(0.02)
+
+
+def self_command() -> List[str]:
+    """argv that runs this very mam again, whatever the current folder."""
+    return [sys.executable or "python3", SELF_PATH]
+
+
+def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str) -> Any:
+    """Start mam detached, in a session of its own; its stderr goes to a file. A Popen."""
+    import subprocess
+    with open(log_path, "ab") as log:
+        return subprocess.Popen(self_command() + list(arguments), stdin=subprocess.DEVNULL,
+                                stdout=subprocess.DEVNULL, stderr=log, env=env, cwd="/",
+                                start_new_session=True, close_fds=True)
+
+
+def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: float = 30.0) -> Tuple[int, str, str]:
+    """Run a helper program to its end: (exit status, stdout, stderr). 127: there is no such program."""
+    import subprocess
+    try:
+        done = subprocess.run(list(argv), input=stdin if stdin is not None else b"", stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, timeout=timeout_s)
+    except FileNotFoundError:
+        return 127, "", "no program %s" % argv[0]
+    except subprocess.TimeoutExpired:
+        return 124, "", "%s did not answer within %ds" % (argv[0], timeout_s)
+    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+
+
+def run_shell(command: str, workdir: str, env: Dict[str, str], output: Any, timeout_s: float,
+              grace_s: float, stop: Callable[[], bool] = lambda: False) -> Optional[int]:
+    """Run a user's shell command in its own group to its end.
+
+    None if it was ended: after timeout_s, or because `stop()` (asked now and then) said so.
+    """
+    import subprocess
+    process = subprocess.Popen(["/bin/sh", "-c", command], cwd=workdir, env=env, stdin=subprocess.DEVNULL,
+                               stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < deadline and not stop():
+            try:
+                return process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+    finally:
+        end_group(process.pid, grace_s, process.poll)
+        process.wait()
+
+
+class GatedChild:
+    """A command in its own process group that begins only when it is let.
+
+    Its pid is known, and can be recorded, before its first instruction: if the
+    parent dies in between, the gate closes and the command never runs. So no
+    command runs that the registry does not know.
+    """
+
+    def __init__(self, command: str, workdir: str, env: Dict[str, str], stdin_path: str):
+        """Fork and wait at the gate. `pid` is also the group; `output` is the read end of its pipe."""
+        gate_read, self._gate = os.pipe()
+        self._failure, failure_write = os.pipe()
+        self.output, output_write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._become_command(command, workdir, env, stdin_path, gate_read, failure_write, output_write)
+        os.setpgid(self.pid, self.pid)   # both sides set it, so that neither has to wait
+        for descriptor in (gate_read, failure_write, output_write):
+            os.close(descriptor)
+
+    def _become_command(self, command: str, workdir: str, env: Dict[str, str], stdin_path: str,
+                        gate: int, failure: int, output: int) -> None:
+        import signal
+        try:
+            os.setpgid(0, 0)
+            os.close(self._gate)       # else the child would hold its own gate open
+            for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            if os.read(gate, 1) != b"g":
+                os._exit(0)
+            os.chdir(workdir)
+            os.dup2(os.open(stdin_path, os.O_RDONLY), 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.execve("/bin/sh", ["/bin/sh", "-c", command], env)
+        except BaseException as error:
+            os.write(failure, ("%s: %s" % (type(error).__name__, error)).encode("utf-8", "replace")[:500])
+        finally:
+            os._exit(126)
+
+    def release(self) -> str:
+        """Open the gate. Returns why the command could not be started; "" when it runs."""
+        os.write(self._gate, b"g")
+        os.close(self._gate)
+        with open(self._failure, "rb") as file:     # closed by a successful exec
+            return file.read().decode("utf-8", "replace")
+
+    def poll(self) -> Optional[int]:
+        """The exit status once it has ended (negative: the signal), else None. Reaps it."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def raise_on_sigterm() -> None:
+    """Turn SIGTERM into Terminated, so that a command can finish up before it goes."""
+    import signal
+
+    def handler(_number: int, _frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated()
+    signal.signal(signal.SIGTERM, handler)
+
+
+# ==============================================================================
+# 9. Transport
+#
+# One short-lived MQTT connection, driven by hand in the calling thread: no
+# network thread that could die unseen, no exception lost in a callback, and
+# nothing that the client could send again by itself after a loss. After any
+# failure the client object is thrown away, and the outbox is read again.
+# ==============================================================================
+
+
+class BrokerError(Exception):
+    """The broker could not be reached or went away. `final`: trying again will not help."""
+
+    def __init__(self, why: str, final: bool = False):
+        super().__init__(why)
+        self.why, self.final = why, final
+
+
+def _tls_context(broker: Broker) -> Any:
+    import ssl
+
+    def no_passphrase() -> str:
+        raise BrokerError("MQTT_KEYFILE needs a pass phrase: use a key without one", final=True)
+    try:
+        context = ssl.create_default_context(cafile=broker.ca_certs or None)
+        if broker.certfile:
+            context.load_cert_chain(broker.certfile, broker.keyfile or None, password=no_passphrase)
+    except (OSError, ValueError) as error:     # ssl.SSLError is an OSError
+        raise BrokerError("the TLS files cannot be used (MQTT_CA_CERTS, MQTT_CERTFILE, MQTT_KEYFILE): %s" % error,
+                          final=True) from None
+    return context
+
+
+class Connection:
+    """A connected MQTT 3.1.1 client that publishes with QoS 1 and knows what was acknowledged."""
+
+    def __init__(self, broker: Broker):
+        """Connect and wait for CONNACK; BrokerError if that fails within CONNACK_TIMEOUT_S."""
+        import paho.mqtt.client as mqtt
+        self._broker = broker
+        self._acked: set = set()
+        self._connack: Any = None
+        client_id = "%s-%s" % (broker.client_id_prefix[:32], random_hex(16))
+        self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=client_id, clean_session=True,
+                                   protocol=mqtt.MQTTv311, reconnect_on_failure=False)
+        self._client.connect_timeout = TCP_TIMEOUT_S
+        self._client.on_connect = self._on_connect
+        self._client.on_publish = self._on_publish
+        if broker.username:
+            self._client.username_pw_set(broker.username, broker.password or None)
+        if broker.tls:
+            self._client.tls_set_context(_tls_context(broker))
+        self._connect()
+
+    # These run inside _loop, in this thread, and only note what happened.
+    def _on_connect(self, _client: Any, _userdata: Any, _flags: Any, reason_code: Any, _properties: Any) -> None:
+        self._connack = reason_code
+
+    def _on_publish(self, _client: Any, _userdata: Any, mid: int, _reason_code: Any, _properties: Any) -> None:
+        self._acked.add(mid)
+
+    def _address(self) -> str:
+        return "%s:%d" % (self._broker.host, self._broker.port)
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + CONNACK_TIMEOUT_S
+        try:
+            self._client.connect(self._broker.host, self._broker.port, self._broker.keepalive_s)
+        except (OSError, ValueError) as error:     # ValueError: an impossible host name (UnicodeError)
+            final = type(error).__name__ in ("SSLCertVerificationError", "UnicodeError", "ValueError")
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise BrokerError("cannot connect to %s: %s" % (self._address(), reason), final) from None
+        while self._connack is None:
+            self._loop(deadline, "no answer to CONNECT from %s within %ds" % (self._address(), CONNACK_TIMEOUT_S))
+        if self._connack.is_failure:
+            name = str(self._connack)
+            refused = name in ("Not authorized", "Bad user name or password")
+            self.close()
+            raise BrokerError("the broker %s refused the credentials (%s): check MQTT_USERNAME and MQTT_PASSWORD" % (
+                self._address(), name) if refused else "the broker %s refused the connection (%s)" % (
+                    self._address(), name), final=refused)
+
+    def _loop(self, deadline: float, late: str) -> None:
+        """Let the client work once; BrokerError when the connection is lost or the deadline has passed."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise BrokerError(late)
+        try:
+            code = self._client.loop(min(left, 0.5))
+        except (OSError, ValueError) as error:
+            raise BrokerError("the connection to %s broke: %s" % (self._address(), error)) from None
+        if code != 0 and self._connack is None:
+            raise BrokerError("%s closed the connection before answering CONNECT" % self._address())
+        if code != 0 and not (self._connack and self._connack.is_failure):
+            raise BrokerError("the connection to %s was lost" % self._address())
+
+    def publish(self, messages: Sequence[Tuple[str, bytes, bool]]) -> None:
+        """Send (topic, payload, retain) in order with QoS 1 and wait until each is acknowledged.
+
+        BrokerError when an acknowledgement is missing for PUBACK_TIMEOUT_S: some may have
+        arrived; sending them again is harmless, for they are the same bytes.
+        """
+        waiting = set()
+        for topic, payload, retain in messages:
+            info = self._client.publish(topic, payload, qos=1, retain=retain)
+            if info.rc != 0:
+                raise BrokerError("the connection to %s was lost" % self._address())
+            waiting.add(info.mid)
+        deadline = time.monotonic() + PUBACK_TIMEOUT_S
+        while not waiting <= self._acked:
+            before = len(self._acked)
+            self._loop(deadline, "%s did not acknowledge within %ds" % (self._address(), PUBACK_TIMEOUT_S))
+            if len(self._acked) > before:
+                deadline = time.monotonic() + PUBACK_TIMEOUT_S
+        self._acked -= waiting
+
+    def close(self) -> None:
+        """Say goodbye if the broker still listens; never waits."""
+        try:
+            self._client.disconnect()
+            self._client.loop(0)
+        except (OSError, ValueError):
+            pass   # it is over either way
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+# ==============================================================================
+# 10. Publishing
+#
+# Record first, then deliver what is owed. The outbox is the registry itself: an
+# event stays owed until a broker has acknowledged it, whoever sent it, so a crash
+# at any point costs at most a second copy of the same bytes.
+# ==============================================================================
+
+Delivery = namedtuple("Delivery", "sent why")     # why: what stood in the way, for a person
+
+
+def broker_of(settings: Settings, job: Job) -> Optional[Broker]:
+    """The broker a job's news goes to: its own block over the environment's."""
+    import json
+    return broker_settings(settings, json.loads(job.broker) if job.broker else None)
+
+
+def wire_of(settings: Settings, block: Optional[Dict[str, Any]]) -> Optional[str]:
+    """What to store as a job's wire: a host named anywhere means that its news is owed to a broker."""
+    return "mqtt" if (block or {}).get("host") or settings.get("MQTT_BROKER") else None
+
+
+def _job_lock(registry: Registry, job_id: str) -> FileLock:
+    folder = os.path.join(registry.directory, "locks")
+    _make_private_dir(folder)
+    return FileLock(os.path.join(folder, job_id))
+
+
+def _send_owed(registry: Registry, connection: Connection, job_id: str) -> None:
+    """Send what a job owes: a clearing, its events in order, then its state as it is by then.
+
+    The job is read anew for every step, so what was withdrawn in between is not
+    sent and a state never shows less than the events before it.
+    """
+    while True:
+        job = registry.job(job_id)
+        if job.clear_owed:
+            connection.publish([(events_topic(job), b"", True)])
+            registry.mark_sent(cleared=job_id)
+        events = registry.owed_events(job_id, SEND_WINDOW)
+        if events:
+            connection.publish([_event_message(registry, job, event) for event in events])
+            registry.mark_sent(events=[event.n for event in events])
+        elif job.last_seq and job.state_sent < job.state_rev:
+            connection.publish([(state_topic(job), sign(state_payload(job), job.auth_token), True)])
+            registry.mark_sent(state=(job_id, job.state_rev))
+        else:
+            return
+
+
+def _event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, bytes, bool]:
+    """A recorded event as it is published: retained only if it ends the job."""
+    import json
+    payload = json.loads(event.payload)
+    key = job.auth_token if event.attempt_id == job.attempt_id else registry.attempt_token(
+        job.job_id, event.attempt_id)
+    retain = event.event in TERMINAL_EVENTS and payload["data"].get("settles") is not False
+    return events_topic(job), sign(payload, key or ""), retain
+
+
+def deliver(registry: Registry, settings: Settings, job_id: str, attempts: int = 3,
+            sweep: bool = False) -> Delivery:
+    """Bring what a job owes to its broker, over a connection of its own (DESIGN 8).
+
+    Tries `attempts` times with back-off. Sends by one process at a time per job: whoever
+    waited for the lock and finds nothing owed any more is done without a connection.
+    With `sweep`, the same connection then takes along what other jobs owe. Never raises
+    for a broker's sake: what is not sent stays owed.
+    """
+    try:
+        broker = broker_of(settings, registry.job(job_id))
+    except MamError as error:
+        return Delivery(False, error.message)
+    if broker is None:
+        return Delivery(not registry.owes(job_id), "no broker is set here (MQTT_BROKER)")
+    why = ""
+    for attempt in range(1, attempts + 1):
+        with _job_lock(registry, job_id) as lock:
+            lock.acquire(JOB_LOCK_WAIT_S)   # a stopped holder must not silence everybody else: go on without
+            if not registry.owes(job_id):
+                return Delivery(True, "")
+            try:
+                with Connection(broker) as connection:
+                    _send_owed(registry, connection, job_id)
+                    if sweep:
+                        _sweep(registry, settings, connection, broker, job_id)
+                return Delivery(True, "")
+            except BrokerError as error:
+                why = error.why
+                if error.final:
+                    break
+        if attempt < attempts:
+            time.sleep(backoff_s(attempt))
+    return Delivery(not registry.owes(job_id), why)
+
+
+def _sweep(registry: Registry, settings: Settings, connection: Connection, broker: Broker, but: str) -> None:
+    """Send what other jobs owe to the same broker, for a short while; the rest keeps for the next."""
+    deadline = time.monotonic() + SWEEP_BUDGET_S
+    for job_id in registry.jobs_owing(200):
+        if time.monotonic() > deadline:
+            return
+        if job_id == but:
+            continue
+        with _job_lock(registry, job_id) as lock:
+            if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == broker:
+                try:
+                    _send_owed(registry, connection, job_id)
+                except BrokerError:
+                    return   # our own job is through; the others stay owed
+
+
+def record(registry: Registry, settings: Settings, job_id: str, request: str, *, source: str,
+           detail: str = "", data: Optional[Dict[str, Any]] = None, attempt: Optional[int] = None,
+           token: Optional[str] = None, last_seq: Optional[int] = None,
+           extra: Optional[Dict[str, Any]] = None) -> Transition:
+    """Bring an event or a verdict into the registry: cleaned, checked for size, in one transaction.
+
+    Every path that gives a detail comes through here, so none can carry a path or a secret.
+    Raises MamError before anything is recorded if it is too large.
+    """
+    secrets = settings.secrets
+    detail, feedback = split_detail(settings.generalise(detail))
+    job = registry.job(job_id)
+    if job.wire is None and settings.get("MQTT_BROKER"):
+        registry.connect_wire(job_id)
+    return registry.transition(
+        job_id, request, expected_attempt=attempt, expected_dispatch_token=token, expected_last_seq=last_seq,
+        source=source, fields={"detail": detail, "feedback": feedback, "data": hide_secrets_in(data or {}, secrets),
+                               **(extra or {})})
+
+
+def warn_public_broker(settings: Settings, broker: Optional[Broker]) -> None:
+    """A public sandbox is used only when it is named, and never silently."""
+    if broker and broker.host.lower().rstrip(".") in PUBLIC_BROKERS:
+        sys.stderr.write("mam: WARNING: %s is a PUBLIC sandbox: anybody can read these jobs and publish to them.\n"
+                         "mam: WARNING: use a private broker (MQTT_BROKER) for anything real.\n" % broker.host)
+
+
+# ==============================================================================
+# 12. Following
+#
+# Followers only read the registry: history first, then what is committed, woken
+# by data_version. Events are shown in the order of their numbers; a missing one is
+# waited for, for a short while. A Keeper, in the place of the daemon, closes a job
+# whose time is up; whoever only watches never does.
+# ==============================================================================
+
+
+class _Track:
+    """What a follower knows of one job."""
+
+    __slots__ = ("job_id", "attempt", "seq", "held", "hole_since", "last_news", "saw_event", "final")
+
+    def __init__(self, job_id: str):
+        self.job_id = job_id
+        self.attempt, self.seq = 0, 0            # of the last event shown
+        self.held: List[Event] = []              # behind a hole, ordered
+        self.hole_since: Optional[float] = None  # monotonic
+        self.last_news = time.monotonic()        # of this job alone: clocks are separate
+        self.saw_event = False
+        self.final: Optional[Job] = None         # the job, once it has ended
+
+
+class Follower:
+    """The events of some jobs, in (attempt, seq) order, and their ends."""
+
+    def __init__(self, registry: Registry, job_ids: Sequence[str], attempt: Optional[int] = None,
+                 token: Optional[str] = None):
+        """Follow from the first event on. `attempt`: only this one and later; `token`: only its events."""
+        self._registry = registry
+        self._tracks = {job_id: _Track(job_id) for job_id in job_ids}
+        self._attempt, self._token = attempt or 0, token
+        self._cursor = 0
+        self._version = -1
+        self._checked_path = time.monotonic()
+        self._open = dict.fromkeys(job_ids, True)
+        self._behind_hole: set = set()          # jobs with events that wait for a missing one
+
+    @property
+    def pending(self) -> List[str]:
+        """Jobs that have not ended (or whose last events are not shown yet)."""
+        return [job_id for job_id, is_open in self._open.items() if is_open]
+
+    @property
+    def done(self) -> bool:
+        return not any(self._open.values())
+
+    def track(self, job_id: str) -> _Track:
+        return self._tracks[job_id]
+
+    def ended(self) -> List[Job]:
+        """The jobs that have ended, in the order in which they were asked for."""
+        return [track.final for track in self._tracks.values() if track.final]
+
+    def poll(self) -> List[Event]:
+        """The events that can be shown now. Cheap when nothing was committed since."""
+        now = time.monotonic()
+        if now - self._checked_path > 1.0:
+            self._checked_path = now
+            if not self._registry.still_there():
+                raise MamError("the registry %s was removed or replaced while in use" % self._registry.path,
+                               exit=Exit.NOT_RECORDED, code="registry_gone")
+        shown: List[Event] = []
+        version = self._registry.data_version()
+        if version != self._version:
+            self._version = version
+            self._take_in(now, shown)
+        for job_id in list(self._behind_hole):
+            self._release(self._tracks[job_id], now, shown)
+        return shown
+
+    def _take_in(self, now: float, shown: List[Event]) -> None:
+        only = next(iter(self._tracks)) if len(self._tracks) == 1 else None
+        changed = set(self._tracks) if self._cursor == 0 else set()
+        while True:
+            batch = self._registry.events(only, self._cursor, 1000)
+            for event in batch:
+                self._cursor = event.n
+                track = self._tracks.get(event.job_id)
+                if track is None:
+                    continue
+                changed.add(event.job_id)
+                if event.seq is not None and self._wanted(event):
+                    self._accept(track, event, now, shown)
+            if len(batch) < 1000:
+                break
+        for job in self._registry.jobs_by_id([job_id for job_id in changed if self._open[job_id]]):
+            track = self._tracks[job.job_id]
+            track.final = job if job.status in TERMINAL_STATUSES else None
+            self._settle(track)
+
+    def _wanted(self, event: Event) -> bool:
+        if event.attempt_id < self._attempt:
+            return False
+        return self._token is None or '"dispatch_token":"%s"' % self._token in event.payload
+
+    def _accept(self, track: _Track, event: Event, now: float, shown: List[Event]) -> None:
+        if (event.attempt_id, event.seq) <= (track.attempt, track.seq):
+            return   # fills a hole that was passed already: it stands in the log
+        track.held.append(event)
+        track.held.sort(key=lambda held: (held.attempt_id, held.seq))
+        self._release(track, now, shown)
+
+    def _release(self, track: _Track, now: float, shown: List[Event]) -> None:
+        """Move to `shown` what follows without a hole, or stands behind one waited for long enough."""
+        while track.held:
+            event = track.held[0]
+            follows = event.seq == track.seq + 1 or not track.saw_event and (self._attempt or self._token)
+            if not follows and track.hole_since is None:
+                track.hole_since = now
+            if not follows and now - (track.hole_since or now) < HOLE_WAIT_S:
+                break
+            track.hole_since = None
+            track.held.pop(0)
+            track.attempt, track.seq = event.attempt_id, event.seq
+            track.saw_event, track.last_news = True, now
+            shown.append(event)
+        (self._behind_hole.add if track.held else self._behind_hole.discard)(track.job_id)
+        self._settle(track)
+
+    def _settle(self, track: _Track) -> None:
+        if track.final and not track.held:
+            self._open[track.job_id] = False
+
+
+def orphaned(job: Job) -> bool:
+    """Whether the `_run` of an attempt died without recording how its command ended."""
+    import json
+    return bool(job.run) and job.outcome is None and is_alive(json.loads(job.run)["supervisor"]) is False
+
+
+def end_orphan(registry: Registry, settings: Settings, job: Job) -> None:
+    """End the group of a command whose `_run` is dead, then say so: its exit status is lost for good.
+
+    An end that was recorded in its last moments wins: the verdict names the last event.
+    """
+    job = registry.job(job.job_id)       # read after its death: nothing can be added by it now
+    if not orphaned(job):
+        return
+    end_command(settings, job)
+    record(registry, settings, job.job_id, "supervisor_lost", source="delegate_wrapper", attempt=job.attempt_id,
+           last_seq=job.last_seq, detail="mam's supervisor of the command died; the command was ended")
+    registry.end_run(job, None)
+    deliver(registry, settings, job.job_id, attempts=1)
+
+
+def end_command(settings: Settings, job: Job) -> None:
+    """End the process group of a command, if its leader is still the process that was recorded."""
+    import json
+    run = json.loads(job.run) if job.run else {}
+    members = group_members(run["group"]) if "group" in run else []
+    same_boot = (run.get("command") or {}).get("boot") == boot_id()
+    if members and same_boot and is_alive(run["command"]) is not None:
+        leader = identity_of(run["group"])
+        if leader is None or leader == run["command"]:   # a dead leader's pid is not reused while its group lives
+            end_group(run["group"], settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S))
+
+
+class Keeper:
+    """Keeps the deadlines of one open job, in the daemon's place: T, idle and the wall clock.
+
+    A verdict names the last event it has seen (`expected_last_seq`), so an event that
+    comes between the look and the close wins. Clocks count from when the keeper
+    began to look, at the earliest (DESIGN 9).
+    """
+
+    def __init__(self, registry: Registry, settings: Settings, job_id: str, source: str):
+        self._registry, self._settings, self._job_id, self._source = registry, settings, job_id, source
+        self._began = time.monotonic()
+        self._attempt = 0
+        self._next_look = 0.0
+
+    def tick(self) -> None:
+        """Look at the clocks, at most every 0.25 s; close the job if one has run out."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + 0.25
+        job = self._registry.job(self._job_id)
+        if job.status in TERMINAL_STATUSES:
+            return
+        if job.attempt_id != self._attempt:
+            self._attempt, self._began = job.attempt_id, now
+        if orphaned(job):
+            end_orphan(self._registry, self._settings, job)
+            return
+        self._touch_for_the_living(job)
+        verdict = self._verdict(job, now - self._began)
+        if verdict:
+            request, why = verdict
+            answer = record(self._registry, self._settings, job.job_id, request, source=self._source, detail=why,
+                            attempt=job.attempt_id, last_seq=job.last_seq)
+            if answer.committed:
+                deliver(self._registry, self._settings, job.job_id, attempts=1)
+
+    def _touch_for_the_living(self, job: Job) -> None:
+        """Beat for an armed agent whose process lives; unarmed, it is silent and idle counts."""
+        import json
+        beat = self._registry.beat(job.job_id)
+        if not beat or beat.attempt_id != job.attempt_id or job.run:   # `_run` touches its own
+            return
+        if (elapsed_s(beat.touched_mono, beat.touched_at) or 0) < beat.period_s:
+            return
+        if beat.watch and is_alive(json.loads(beat.watch)) is False:
+            self._registry.drop_beat(job.job_id, beat.attempt_id)
+        else:
+            self._registry.touch_beat(job.job_id, beat.attempt_id)
+
+    def _verdict(self, job: Job, watched_s: float) -> Optional[Tuple[str, str]]:
+        """(request, why) when a clock has run out."""
+        delivered = elapsed_s(job.delivered_mono, job.delivered_at)
+        claimed = elapsed_s(job.claimed_mono, job.claimed_at)
+        in_hand = claimed if delivered is None else delivered
+        if in_hand is None:
+            return None              # nobody has it yet: an unclaimed queue waits without a deadline
+        if in_hand > job.timeout_sec:
+            return "deadline_timeout", "no end within %gs" % job.timeout_sec
+        if job.phase:
+            return None              # the worker is done; checking has the wall clock only
+        news = elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
+        if news is None:
+            if min(in_hand, watched_s) > job.ack_timeout_sec:
+                return "agent_blocked", "no event within %gs of delivery" % job.ack_timeout_sec
+            return None
+        silence = min(news, self._beat_age(job), watched_s)
+        if silence > job.idle_timeout_sec:
+            return "unresponsive", "no sign of life for %gs" % job.idle_timeout_sec
+        return None
+
+    def _beat_age(self, job: Job) -> float:
+        beat = self._registry.beat(job.job_id)
+        age = elapsed_s(beat.touched_mono, beat.touched_at) if beat else None
+        return float("inf") if age is None else age
+
+
+class Patience:
+    """A follower's own clocks, per job: they end the following, never the job."""
+
+    def __init__(self, follower: Follower, timeout_s: Optional[float], idle_s: Dict[str, float],
+                 first_s: Dict[str, float]):
+        """`idle_s`: seconds of silence after an event; `first_s`: before the first; by job, empty for none."""
+        self._follower, self._idle_s, self._first_s = follower, idle_s, first_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._next_look = 0.0
+
+    def exhausted(self) -> Optional[str]:
+        """Why to stop waiting, if so."""
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            return "wall-clock timeout (%gs); still pending: %s" % (
+                self._timeout_s or 0, ", ".join(sorted(self._follower.pending)))
+        if not self._idle_s or now < self._next_look:
+            return None
+        self._next_look = now + 0.1
+        for job_id in self._follower.pending:
+            track = self._follower.track(job_id)
+            limit = self._idle_s[job_id] if track.saw_event else self._first_s[job_id]
+            if now - track.last_news >= limit:
+                return "idle timeout (%gs, no events) for %s; still pending: %s" % (
+                    limit, job_id, ", ".join(sorted(self._follower.pending)))
+        return None
+
+
+def follow(follower: Follower, emit: Callable[[List[Event]], None], enough: Callable[[], bool],
+           tick: Callable[[], Optional[str]] = lambda: None) -> Optional[str]:
+    """Show events until `enough()`; returns why `tick` ended it early, if it did."""
+    while True:
+        events = follower.poll()
+        if events:
+            emit(events)
+        if enough():
+            return None
+        why = tick()
+        if why:
+            return why
+        if not events:
+            time.sleep(POLL_S)
+
+
+# ==============================================================================
+# 13. Running
+#
+# `_run J` is the detached parent of one command. It owns the command's pipe, its
+# output file, its exit status and the events that follow from them; followers and
+# delegators may come and go around it. It watches the registry: when its attempt
+# is ended by somebody else, the command's group is ended too.
+# ==============================================================================
+
+
+class CappedFile:
+    """An output file that never grows past its cap: the head stays, then a ring keeps the tail."""
+
+    def __init__(self, path: str, cap: int = OUTPUT_CAP_BYTES):
+        self._path = path
+        self._cap, self._head = cap, cap // 2
+        self._written = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        _give_to_owner(path)
+        self.failed = ""       # why writing stopped (a full disk); the command is not held up by it
+
+    def write(self, data: bytes) -> None:
+        while data and not self.failed:
+            if self._written < self._head:
+                position, room = self._written, self._head - self._written
+            else:
+                ring = self._cap - self._head
+                position = self._head + (self._written - self._head) % ring
+                room = self._cap - position
+            try:
+                os.pwrite(self._descriptor, data[:room], position)
+            except OSError as error:
+                self.failed = error.strerror or str(error)
+                return
+            self._written += min(room, len(data))
+            data = data[room:]
+
+    def close(self) -> None:
+        """Bring a wrapped ring into reading order, with a line that says what is missing."""
+        ring = self._cap - self._head
+        if self._written > self._cap and not self.failed:
+            turn = (self._written - self._head) % ring
+            tail = os.pread(self._descriptor, ring, self._head)
+            tail = tail[turn:] + tail[:turn]
+            mark = b"\n[mam: %d bytes left out here]\n" % (self._written - self._cap)
+            os.pwrite(self._descriptor, (mark + tail[len(mark):]), self._head)
+        os.close(self._descriptor)
+
+
+class Run:
+    """The life of one attempt's command, from the gate to its recorded end."""
+
+    def __init__(self, registry: Registry, settings: Settings, job: Job):
+        self._registry, self._settings, self._job = registry, settings, job
+        self._child: Any = None
+        self._output: Any = None
+        self._tail = b""                        # the last of the output, for the last line
+        self._exit_status: Optional[int] = None
+        self._started = time.monotonic()
+        self._next_beat = self._started + job.heartbeat_sec
+        self._version = registry.data_version()
+        self._linger_until: Optional[float] = None
+        self._retry_at = 0.0                    # the registry failed: do not ask it before then
+        self._ended_by_us = False
+
+    def _paths(self) -> Tuple[str, str]:
+        name = "%s.a%d" % (self._job.job_id, self._job.attempt_id)
+        return brief_path(self._registry, self._job), os.path.join(self._registry.directory, "output", name + ".log")
+
+    def go(self) -> int:
+        """Run the command to its end and record it. The exit code is `_run`'s own."""
+        job, registry = self._job, self._registry
+        identity = identity_of(os.getpid())
+        if not registry.adopt_run(job.job_id, job.attempt_id, {"supervisor": identity}):
+            return Exit.REFUSED       # somebody runs it, or it is over: a command never runs twice
+        failure = ""
+        try:
+            failure = self._start(identity)
+            if not failure:
+                self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity})
+                self._deliver_aside()
+                self._watch()
+        except Terminated:
+            self._insist(lambda: self._say("supervisor_lost", "mam's supervisor of the command was ended by SIGTERM"))
+        except OSError as error:
+            failure = "%s: %s" % (error.filename or "the command", error.strerror)
+        if failure:
+            self._insist(lambda: self._say("spawn_failed", failure))
+        return self._finish()
+
+    def _insist(self, step: Callable[[], Any]) -> None:
+        """Do what must be recorded, again and again while the registry is busy or its disk is full.
+
+        Given up only when the registry is gone, or after a day.
+        """
+        deadline = time.monotonic() + 86400
+        while True:
+            try:
+                step()
+                return
+            except MamError as error:
+                if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone" or time.monotonic() > deadline:
+                    raise
+            time.sleep(1.0)
+
+    def _start(self, identity: Any) -> str:
+        """Bring the command to life; why not, if it fails."""
+        job = self._job
+        brief, output_path = self._paths()
+        _make_private_dir(os.path.dirname(output_path))
+        env = environment_of_work(self._settings, worker_variables(self._registry, self._settings, job))
+        missing = self._missing_program(job.command, env)
+        if missing:
+            return missing
+        self._output = CappedFile(output_path)
+        self._child = GatedChild(job.command, job.workdir, env, brief if job.feed_stdin else os.devnull)
+        self._registry.save_run(job, {"supervisor": identity, "command": identity_of(self._child.pid),
+                                      "group": self._child.pid})
+        failure = self._child.release()
+        if not failure:
+            self._registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
+        return failure
+
+    def _missing_program(self, command: str, env: Dict[str, str]) -> str:
+        """The shell finds a plain first word, or says so before anything is reported as started."""
+        word = command.split()[0] if command.split() else ""
+        if not os.path.isdir(self._job.workdir):
+            return "no folder %s" % self._job.workdir
+        if not word.replace("/", "").replace(".", "").replace("_", "").replace("-", "").isalnum():
+            return ""     # a variable, a quote, a bracket: the shell's own business
+        with open(os.devnull, "wb") as nowhere:
+            found = run_shell('command -v -- %s' % word, self._job.workdir, env, nowhere, 10.0, 1.0)
+        return "" if found == 0 else "%s: not found" % word
+
+    def _say(self, request: str, detail: str = "", extra: Optional[Dict[str, Any]] = None,
+             data: Optional[Dict[str, Any]] = None) -> Transition:
+        return record(self._registry, self._settings, self._job.job_id, request, source="_run", detail=detail,
+                      data=data, attempt=self._job.attempt_id, extra=extra)
+
+    def _deliver_aside(self) -> None:
+        """Send from another process: a slow broker must not hold up the command's output."""
+        if self._registry.job(self._job.job_id).wire:
+            spawn_self(["_deliver", self._job.job_id], own_environment(self._settings), supervisor_log(self._registry))
+
+    def _watch(self) -> None:
+        """Pump output and look at the clocks until the command has exited or was ended."""
+        import select
+        poller = select.poll()
+        poller.register(self._child.output, select.POLLIN)
+        while self._exit_status is None:
+            open_pipe = self._pump(poller, 50)
+            self._exit_status = self._child.poll()
+            if self._exit_status is not None:
+                return
+            if not open_pipe:
+                time.sleep(0.01)          # it closed its output and goes on
+            if self._should_end():
+                return
+
+    def _pump(self, poller: Any, wait_ms: int) -> bool:
+        """Move what is there from the pipe to the file. False: nobody writes any more."""
+        if self._child.output is None:
+            return False
+        if not poller.poll(wait_ms):
+            return True
+        data = os.read(self._child.output, 65536)
+        if not data:
+            poller.unregister(self._child.output)
+            os.close(self._child.output)
+            self._child.output = None
+            return False
+        self._output.write(data)
+        self._tail = (self._tail + data)[-4096:]
+        return True
+
+    def _should_end(self) -> bool:
+        """Whether the command's group must end now. A registry in trouble stops no command."""
+        now = time.monotonic()
+        if self._linger_until is not None:
+            return now >= self._linger_until
+        if now < self._retry_at:
+            return False
+        try:
+            return self._look(now)
+        except MamError as error:
+            self._retry_at = now + 1.0
+            sys.stderr.write("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, error.message))
+            return False
+
+    def _look(self, now: float) -> bool:
+        """Beat, keep the wall clock, and see whether somebody else ended the attempt."""
+        job = self._job
+        if now - self._started > job.timeout_sec:
+            self._say("deadline_timeout", "no end within %gs" % job.timeout_sec)
+            return True
+        if now >= self._next_beat:
+            self._next_beat = now + job.heartbeat_sec
+            self._registry.touch_beat(job.job_id, job.attempt_id)
+        version = self._registry.data_version()
+        if version == self._version:
+            return False
+        self._version = version
+        current = self._registry.job(job.job_id)
+        if current.attempt_id != job.attempt_id:
+            return True
+        if current.outcome in TERMINAL_EVENTS and not current.reason:    # the agent's own end
+            self._linger_until = now + self._settings.seconds("MAM_LINGER_S", LINGER_S)
+            return False
+        return current.outcome is not None
+
+    def _finish(self) -> int:
+        """End the group, keep the rest of the output, record how it ended, deliver."""
+        left_running = self._end_command() if self._child else 0
+        exited = self._exit_status is not None and not self._ended_by_us
+        if left_running:
+            self._insist(lambda: self._registry.note(
+                self._job.job_id, "left_running", "_run",
+                "%d processes of the command were left behind and ended" % left_running))
+        self._insist(lambda: self._registry.end_run(self._job, self._exit_status))
+        if exited:
+            self._insist(lambda: self._report_exit(self._exit_status or 0))
+        ensure_supervisor(self._registry, self._settings, self._job.job_id)
+        deliver(self._registry, self._settings, self._job.job_id)
+        return Exit.OK
+
+    def _end_command(self) -> int:
+        """End what lives of the group and take in the last output; how many had been left behind."""
+        import select
+        poller = select.poll()
+        if self._child.output is not None:
+            poller.register(self._child.output, select.POLLIN)
+        self._ended_by_us = self._exit_status is None
+        left_running = 0 if self._ended_by_us else len(group_members(self._child.pid))
+
+        def tick() -> None:
+            while self._child.output is not None and poller.poll(0) and self._pump(poller, 0):
+                pass
+            if self._exit_status is None:
+                self._exit_status = self._child.poll()
+        end_group(self._child.pid, self._settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S), tick)
+        tick()
+        self._output.close()
+        if self._output.failed:
+            sys.stderr.write("%s mam _run %s: output not kept: %s\n" % (
+                utc_now(), self._job.job_id, self._output.failed))
+        return left_running
+
+    def _report_exit(self, status: int) -> None:
+        """The exit status decides, unless the agent has said how it ended."""
+        if self._registry.job(self._job.job_id).outcome is not None:
+            return
+        data = {"exit_status": status}
+        if status == 0:
+            self._say("completed", self._last_line() or "Job %s completed" % self._job.job_id, data=data)
+            return
+        how = "exit status %d" % status if status > 0 else "ended by signal %d" % -status
+        last = self._last_line()
+        self._say("error", how + (": " + last if last else ""), data=data)
+
+    def _last_line(self) -> str:
+        lines = self._tail.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1].strip()[:1000] if lines else ""
+
+
+def brief_path(registry: Registry, job: Job) -> str:
+    return os.path.join(registry.directory, "briefs", "%s.a%d.md" % (job.job_id, job.attempt_id))
+
+
+def supervisor_log(registry: Registry) -> str:
+    """Where background parts write what they have to complain of."""
+    return os.path.join(registry.directory, "daemon.log")
+
+
+def write_brief(registry: Registry, job: Job) -> str:
+    """Put the prompt where the agent reads it, byte for byte."""
+    path = brief_path(registry, job)
+    _make_private_dir(os.path.dirname(path))
+    write_atomic(path, registry.prompt(job.job_id).encode("utf-8", "surrogatepass"))
+    _give_to_owner(path)
+    return path
+
+
+def launcher_path(registry: Registry, settings: Settings) -> str:
+    """A small script that runs this mam on this registry, at a path without spaces.
+
+    Agents expand MAM_PUBLISH_CMD unquoted, and type the path into a shell.
+    """
+    import hashlib
+    text = "#!/bin/sh\nMAM_REGISTRY_DIR=%s MAM_REAL_ROOT=%s exec %s \"$@\"\n" % (
+        _quoted(registry.directory), _quoted(settings.workspace), " ".join(_quoted(word) for word in self_command()))
+    name = "mam-" + hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    folders = [os.path.join(registry.directory, "bin"), os.path.join(settings.home, ".cache", "mam"),
+               "/tmp/mam-%d" % os.geteuid()]
+    for folder in folders:
+        if not folder.replace("/", "").replace(".", "").replace("-", "").replace("_", "").isalnum():
+            continue
+        try:
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+            _make_private_dir(folder)
+            if os.stat(folder).st_uid not in (os.geteuid(), os.stat(registry.directory).st_uid):
+                continue
+            path = os.path.join(folder, name)
+            if not os.path.exists(path):
+                write_atomic(path, text.encode("utf-8", "surrogateescape"), 0o700)
+                _give_to_owner(path)
+            return path
+        except OSError:
+            continue   # not writable: try the next place
+    raise MamError("no folder without spaces to put a launcher into (tried %s)" % ", ".join(folders),
+                   code="no_launcher")
+
+
+def _quoted(word: str) -> str:
+    return "'%s'" % word.replace("'", "'\\''")
+
+
+def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[str, str]:
+    """What a worker is told by its environment (DESIGN 11)."""
+    return {"JOB_ID": job.job_id, "MAM_JOB_ID": job.job_id, "MAM_JOB_BRIEF": brief_path(registry, job),
+            "MAM_PUBLISH_CMD": "%s publish --job %s" % (launcher_path(registry, settings), job.job_id),
+            "MAM_ATTEMPT_ID": str(job.attempt_id), "MAM_DISPATCH_TOKEN": job.dispatch_token,
+            "MAM_REGISTRY_DIR": registry.directory, "MAM_REAL_ROOT": settings.workspace}
+
+
+def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> None:
+    """Start `_supervise` if the job waits to be settled and nobody does it."""
+    import json
+    job = registry.job(job_id)
+    if job.phase and not is_alive(json.loads(job.supervisor) if job.supervisor else None):
+        spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+
+
+# ==============================================================================
+# 14. Sessions
+#
+# Handing a prompt to an agent in a tmux pane. Keystrokes prove nothing: a pane is
+# looked at before anything is typed, the text goes in one bracketed paste, and
+# whether it arrived is told by the agent's own `started` alone.
+# ==============================================================================
+
+Pane = namedtuple("Pane", "pane_id dead in_mode command")
+
+PASTE_SETTLE_S = 0.3     # an Enter right behind a paste is swallowed by several agents
+
+
+class SessionError(Exception):
+    """A session that cannot take a prompt now. `busy`: it may later on."""
+
+    def __init__(self, why: str, hint: str = "", busy: bool = True):
+        super().__init__(why)
+        self.why, self.hint, self.busy = why, hint, busy
+
+
+class TmuxSession:
+    """A pane of the user's tmux server (or of MAM_TMUX_SOCKET: a socket's name or path)."""
+
+    def __init__(self, settings: Settings, name: str):
+        self._name = name
+        self._target = name if name.startswith("%") else "=%s:" % name
+        socket = settings.get("MAM_TMUX_SOCKET")
+        self._tmux = ["tmux"] + (["-S" if "/" in socket else "-L", socket] if socket else [])
+
+    def _run(self, *arguments: str, stdin: Optional[bytes] = None) -> str:
+        status, out, err = run_program(self._tmux + list(arguments), stdin, 10.0)
+        if status != 0:
+            raise SessionError("tmux %s: %s" % (arguments[0], err.strip() or "exit status %d" % status), busy=False)
+        return out
+
+    def look(self) -> Pane:
+        """The pane as it is now; SessionError if there is none."""
+        try:
+            line = self._run("display-message", "-p", "-t", self._target,
+                             "#{pane_id}\t#{pane_dead}\t#{pane_in_mode}\t#{pane_current_command}")
+        except SessionError as error:
+            raise SessionError("no tmux session %s (%s)" % (self._name, error.why), busy=False,
+                               hint="start the agent: tmux new-session -d -s %s AGENT" % self._name) from None
+        fields = line.rstrip("\n").split("\t")
+        if len(fields) != 4 or not fields[0]:
+            raise SessionError("no tmux session %s" % self._name, busy=False,
+                               hint="start the agent: tmux new-session -d -s %s AGENT" % self._name)
+        return Pane(fields[0], fields[1] == "1", fields[2] not in ("", "0"), fields[3])
+
+    def check(self) -> Pane:
+        """The pane, if a prompt typed into it would reach an agent."""
+        pane = self.look()
+        if pane.dead:
+            raise SessionError("the agent in tmux:%s has exited; its pane is dead" % self._name,
+                               hint="tmux respawn-pane -k -t %s AGENT" % pane.pane_id)
+        if pane.command.lstrip("-") in SHELLS:
+            raise SessionError("a shell (%s) is in the foreground of tmux:%s, not an agent" % (
+                pane.command, self._name), hint="start the agent there; a prompt must not reach a shell")
+        return pane
+
+    def deliver(self, text: str) -> None:
+        """Paste the text into the pane and press Enter, once."""
+        pane = self.check()
+        if pane.in_mode:
+            self._run("send-keys", "-t", pane.pane_id, "-X", "cancel")
+        buffer = "mam-" + random_hex(12)
+        self._run("load-buffer", "-b", buffer, "-", stdin=text.encode("utf-8"))
+        self._run("paste-buffer", "-p", "-d", "-b", buffer, "-t", pane.pane_id)
+        time.sleep(PASTE_SETTLE_S)
+        self._run("send-keys", "-t", pane.pane_id, "Enter")
+
+
+def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> str:
+    """What is typed into a session: a plain header line, the pointer, the exact commands.
+
+    Starts with a word, for a leading `!` or `/` is a command to some agents.
+    """
+    publish = "%s publish --job %s --attempt-id %d --expect-dispatch-token %s" % (
+        launcher_path(registry, settings), job.job_id, job.attempt_id, job.dispatch_token)
+    return "\n".join((
+        "Job %s, attempt %d, from mam. The brief is the file %s" % (job.job_id, job.attempt_id, clean_text(brief)),
+        "Read it and do what it says. Report with these shell commands, exactly as they stand:",
+        "now, before anything else:  %s --event started --heartbeat %g" % (publish, job.heartbeat_sec),
+        "at every milestone:         %s --event progress --detail 'what is done'" % publish,
+        "when you need a human:      %s --event permission_required --detail 'what for'" % publish,
+        "at the end, if it is done:  %s --event completed --detail 'the result in one line'" % publish,
+        "at the end, if it failed:   %s --event error --detail 'why'" % publish,
+        "Exit status 2 means recorded, go on. Exit status 75: run the same command again. Exit status 4: this "
+        "attempt is over, stop, and leave your work in place."))
+
+
+# ==============================================================================
+# 16. Delegation
+#
+# From a prompt to a certain end: register, hand over exactly once, follow. What a
+# job still owes after its worker is done (artifacts, validation) is settled by
+# `_supervise`, which can be killed and started again at any point.
+# ==============================================================================
+
+
+def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
+    """Bring a job to its session, once. Whoever finds it on its way already does nothing.
+
+    MamError (exit 5 or 1) when the session cannot take it; the job is closed then.
+    """
+    kind, _, name = job.agent_session.partition(":")
+    write_brief(registry, job)
+    if kind == "exec":
+        if registry.move_delivery(job.job_id, job.attempt_id, "none", "sending"):
+            spawn_self(["_run", job.job_id, "--attempt-id", str(job.attempt_id)], own_environment(settings),
+                       supervisor_log(registry))
+    elif kind == "tmux":
+        _hand_to_pane(registry, settings, job, TmuxSession(settings, name))
+    return registry.job(job.job_id)
+
+
+def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: TmuxSession) -> None:
+    _make_private_dir(os.path.join(registry.directory, "locks"))
+    lock_path = os.path.join(registry.directory, "locks", "pane-" + job.agent_session.replace(":", "-").replace("%", "p"))
+    with FileLock(lock_path) as lock:
+        try:
+            if not lock.acquire(30.0):
+                raise SessionError("another delivery to %s is going on" % job.agent_session)
+            session.check()
+            other = registry.claim_session(job)
+            if other:
+                raise SessionError("%s is at work on job %s" % (job.agent_session, other),
+                                   hint="wait for it (mam wait %s), or cancel it" % other)
+            session.deliver(injection(registry, settings, job, brief_path(registry, job)))
+        except SessionError as error:
+            request = "session_busy" if error.busy else "spawn_failed"
+            record(registry, settings, job.job_id, request, source="delegate_wrapper", detail=error.why,
+                   attempt=job.attempt_id)
+            deliver(registry, settings, job.job_id, attempts=1)
+            raise MamError("%s (job %s is closed)" % (error.why, job.job_id), hint=error.hint,
+                           exit=Exit.BUSY if error.busy else Exit.FAILED, code=request) from None
+        registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
+
+
+def preflight(settings: Settings, session: str, command: Optional[str], workdir: str) -> None:
+    """Refuse what cannot work before anything is registered."""
+    kind, _, name = session.partition(":")
+    if kind in ("herdr", "remote"):
+        raise MamError("%s: sessions are not supported by this version" % kind, code="unsupported",
+                       hint="use exec:NAME, tmux:NAME or queue:NAME")
+    if kind == "exec" and not (command or "").strip():
+        raise MamError("an exec: session needs a command", exit=Exit.USAGE, code="no_command",
+                       hint="--exec 'claude -p --permission-mode acceptEdits' --stdin")
+    if kind != "exec" and command:
+        raise MamError("--exec goes with an exec: session, not with %s" % session, exit=Exit.USAGE)
+    if not os.path.isdir(workdir):
+        raise MamError("--workdir %s: no such folder" % workdir, code="bad_workdir")
+    if kind == "tmux":
+        try:
+            TmuxSession(settings, name).check()
+        except SessionError as error:
+            raise MamError(error.why, hint=error.hint, exit=Exit.BUSY if error.busy else Exit.FAILED,
+                           code="session_busy" if error.busy else "no_session") from None
+
+
+def end_run_of(registry: Registry, settings: Settings, job: Job) -> None:
+    """Wait until the command of an ended attempt is gone; end it here if its `_run` is dead."""
+    import json
+    if not job.run:
+        return
+    supervisor = json.loads(job.run)["supervisor"]
+    deadline = time.monotonic() + settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S) + 6.0
+    while is_alive(supervisor) and time.monotonic() < deadline:
+        run = json.loads(job.run)
+        if "group" in run and not group_members(run["group"]):
+            return
+        time.sleep(0.02)
+    end_command(settings, job)
+
+
+class Supervisor:
+    """Carries a delegated job that nobody follows, and settles what its worker's `completed` left owed."""
+
+    def __init__(self, registry: Registry, settings: Settings, job_id: str):
+        self._registry, self._settings, self._job_id = registry, settings, job_id
+
+    def go(self) -> int:
+        """Until the job has ended. At most one per job, by flock; a second leaves at once."""
+        folder = os.path.join(self._registry.directory, "locks")
+        _make_private_dir(folder)
+        with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
+            if not lock.acquire(0):
+                return Exit.OK
+            self._registry.set_supervisor(self._job_id, identity_of(os.getpid()) or {})
+            keeper = Keeper(self._registry, self._settings, self._job_id, "delegate_wrapper")
+            while True:
+                job = self._registry.job(self._job_id)
+                if job.status in TERMINAL_STATUSES:
+                    return Exit.OK
+                if job.phase == "validating" and self._work_is_over(job):
+                    self._validate(job)
+                keeper.tick()
+                time.sleep(0.05)
+
+    @staticmethod
+    def _work_is_over(job: Job) -> bool:
+        """Whether the command has exited, so that what it leaves behind stands still."""
+        import json
+        return not job.run or bool(job.run_ended_at) or not is_alive(json.loads(job.run)["supervisor"])
+
+    def _validate(self, job: Job) -> None:
+        """Check artifacts, run --validate, settle the job by what came out."""
+        import json
+        artifacts, missing = [], []
+        for name in json.loads(job.expected_artifacts):
+            found = describe_file(os.path.join(job.workdir, name), name)
+            artifacts.append(found) if found else missing.append(name)
+        data = {"artifacts": artifacts} if artifacts else {}
+        if missing:
+            self._settle(job, "error", "artifact_missing", "missing artifact: %s" % ", ".join(missing), data)
+            return
+        failure = self._run_validation(job) if job.validate_cmd else ""
+        if failure:
+            self._settle(job, "error", "validation_failed", failure, data)
+        elif failure is not None:
+            self._settle(job, "completed", None, job.detail or "", data)
+
+    def _run_validation(self, job: Job) -> Optional[str]:
+        """Run --validate in the workdir: "" when it passed, why it failed, None if no longer wanted."""
+        path = os.path.join(self._registry.directory, "output", "%s.a%d.validate.log" % (job.job_id, job.attempt_id))
+        _make_private_dir(os.path.dirname(path))
+        left_s = job.timeout_sec - (elapsed_s(job.delivered_mono or job.claimed_mono,
+                                              job.delivered_at or job.claimed_at) or 0)
+        env = environment_of_work(self._settings, worker_variables(self._registry, self._settings, job))
+
+        def unwanted() -> bool:
+            now = self._registry.job(job.job_id)
+            return now.phase != "validating" or now.attempt_id != job.attempt_id
+        with open(path, "wb") as output:
+            status = run_shell(job.validate_cmd, job.workdir, env, output, max(1.0, left_s),
+                               self._settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S), unwanted)
+        if status == 0:
+            return ""
+        if status is None:
+            return None if unwanted() else "validation did not end within the job's %gs" % job.timeout_sec
+        with open(path, "rb") as output:
+            output.seek(max(0, os.path.getsize(path) - 4096))
+            lines = output.read().decode("utf-8", "replace").strip().splitlines()
+        return "validation failed (exit status %d)%s" % (status, ": " + lines[-1][:1000] if lines else "")
+
+    def _settle(self, job: Job, status: str, reason: Optional[str], detail: str, data: Dict[str, Any]) -> None:
+        record(self._registry, self._settings, job.job_id, "settled", source="_supervise", detail=detail, data=data,
+               attempt=job.attempt_id, extra={"status": status, "reason": reason})
+        deliver(self._registry, self._settings, job.job_id)
+
+
+def describe_file(path: str, name: str) -> Optional[Dict[str, Any]]:
+    """Name, size in bytes and sha256 of a file (a folder has no sum); None if there is none."""
+    if os.path.isdir(path):
+        return {"name": name, "folder": True}
+    import hashlib
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            for block in iter(lambda: file.read(1 << 20), b""):
+                digest.update(block)
+            return {"name": name, "size": file.tell(), "sha256": digest.hexdigest()}
+    except OSError:
+        return None
+
+
+# ==============================================================================
+# 18. Views
+#
+# From the model to text and to JSON. Nothing here reads or writes anything.
+# ==============================================================================
+
+
+def event_line(event: Event) -> str:
+    """v4's line for one event on a follower's stdout."""
+    return "%s job=%s seq=%d %-20s %s" % (event.timestamp, event.job_id, event.seq, event.event, event.detail)
+
+
+def event_json(event: Event) -> str:
+    """The event as it travels, without its signature; already one line."""
+    return event.payload
+
+
+def log_record(event: Event) -> Dict[str, Any]:
+    """One line of a job's log for `logs --json`, numbered events and notes alike."""
+    import json
+    payload = json.loads(event.payload)
+    line = {"event": event.event, "job_id": event.job_id, "attempt_id": event.attempt_id, "seq": event.seq,
+            "source": event.source, "timestamp": event.timestamp, "logged_at": event.logged_at,
+            "detail": event.detail, "delivered_at": event.delivered_at}
+    return {**line, "data": payload["data"]} if event.seq is not None else {**line, **payload}
+
+
+def log_line(event: Event) -> str:
+    return "%-24s %-20s %s" % (event.logged_at, event.event if event.seq is None else
+                               "%s #%d" % (event.event, event.seq), event.detail)
+
+
+def _number(value: float) -> Any:
+    return int(value) if value == int(value) else value
+
+
+def job_record(job: Job, prompt: str, show_secrets: bool = False) -> Dict[str, Any]:
+    """A job as v4 wrote it, field for field, and what is new behind them."""
+    import json
+    hidden = "***"
+    record_: Dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION, "job_id": job.job_id, "status": job.status,
+        "created_at": job.created_at, "updated_at": job.updated_at, "prompt": prompt, "agent": job.agent,
+        "agent_session": job.agent_session, "role": job.role,
+        "broker": json.loads(job.broker) if job.broker else None, "topic_prefix": job.topic_prefix,
+        "timeout_sec": _number(job.timeout_sec), "idle_timeout_sec": _number(job.idle_timeout_sec),
+        "expected_artifacts": json.loads(job.expected_artifacts), "last_seq": job.last_seq,
+        "auth_token": job.auth_token if show_secrets else hidden, "job_type": job.job_type,
+        "reviewer": job.reviewer, "reviewer_session": job.reviewer_session, "max_iterations": job.max_iterations,
+        "iteration": job.iteration, "dispatch_token": job.dispatch_token, "attempt_id": job.attempt_id,
+        "heartbeat_sec": _number(job.heartbeat_sec), "heartbeat_misses": job.heartbeat_misses,
+        "ack_timeout_sec": _number(job.ack_timeout_sec), "transport": job.transport}
+    broker = record_["broker"]
+    if broker and broker.get("password") and not show_secrets:
+        broker["password"] = hidden
+    for name in ("phase", "reason", "transition_seq", "claimed_at", "delivered_at", "started_at", "finished_at",
+                 "last_event", "last_event_at", "detail", "parent_job", "workdir", "validate_cmd", "command",
+                 "wire", "delivery", "exit_status"):
+        record_[name] = getattr(job, name)
+    return record_
+
+
+def last_life_s(job: Job, beat: Optional[Beat]) -> Optional[float]:
+    """Seconds since the last sign of life: a beat or any event."""
+    ages = [elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None,
+            elapsed_s(beat.touched_mono, beat.touched_at) if beat else None]
+    known = [age for age in ages if age is not None]
+    return min(known) if known else None
+
+
+def _ago(seconds: Optional[float]) -> str:
+    return "-" if seconds is None else format_duration(seconds) + " ago"
+
+
+def status_word(job: Job) -> str:
+    if job.phase:
+        return job.phase
+    return "%s (%s)" % (job.status, job.reason) if job.reason not in (None, job.status) else job.status
+
+
+def job_line(job: Job, beat: Optional[Beat]) -> str:
+    """`mam list`: v4's columns first (id, status, session), then age and title."""
+    return "%s  %-10s  %-16s  %-7s  %s" % (
+        job.job_id, job.phase or job.status, job.agent_session, format_duration(
+            elapsed_s(None, job.created_at) or 0), job.title[:48])
+
+
+def table(rows: Sequence[Sequence[str]], colour: bool) -> List[str]:
+    """Aligned columns; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    if colour:
+        lines[0] = "\x1b[2m%s\x1b[0m" % lines[0]
+    return lines
+
+
+def overview(directory: str, broker: str, counts: Dict[str, int], open_jobs: Sequence[Job],
+             beats: Dict[str, Beat], ends: Sequence[Job], colour: bool) -> List[str]:
+    """What is going on, in one screen: open jobs with their signs of life, then the last ends."""
+    known = ", ".join("%d %s" % (counts[status], status) for status in STATUSES if counts.get(status))
+    lines = ["mam %s  %s  %s" % (__version__, directory, broker), known or "no jobs yet", ""]
+    if open_jobs:
+        rows = [("OPEN", "STATUS", "AGE", "ALIVE", "PROGRESS", "SESSION", "LAST WORD")]
+        for job in open_jobs:
+            progress = elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
+            word = job.last_event + ": " + (job.detail or "") if job.last_event == "permission_required" else (
+                job.detail or job.title)
+            rows.append((job.job_id, "PERMISSION" if job.last_event == "permission_required" else
+                         job.phase or job.status,
+                         format_duration(elapsed_s(None, job.created_at) or 0),
+                         _ago(last_life_s(job, beats.get(job.job_id))), _ago(progress), job.agent_session, word[:60]))
+        lines += table(rows, colour) + [""]
+    if ends:
+        rows = [("ENDED", "HOW", "WHEN", "TOOK", "SESSION", "RESULT")]
+        for job in ends:
+            took = parse_utc(job.finished_at) - parse_utc(job.started_at or job.created_at)
+            rows.append((job.job_id, status_word(job), _ago(elapsed_s(None, job.finished_at)),
+                         format_duration(max(0.0, took)), job.agent_session, (job.detail or "")[:60]))
+        lines += table(rows, colour) + [""]
+    if not open_jobs and not ends:
+        lines += ["Delegate one:  mam delegate --agent-session exec:demo --exec 'claude -p' --stdin --prompt 'say hello'",
+                  ""]
+    return lines
+
+
+def overview_json(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
+    life, news = last_life_s(job, beat), elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
+    return {"job_id": job.job_id, "status": job.status, "phase": job.phase, "reason": job.reason,
+            "agent_session": job.agent_session, "title": job.title, "attempt_id": job.attempt_id,
+            "created_at": job.created_at, "finished_at": job.finished_at, "last_event": job.last_event,
+            "last_event_at": job.last_event_at, "detail": job.detail,
+            "alive_s": None if life is None else round(life, 1), "progress_s": None if news is None else round(news, 1)}
+
+
+def result_line(job: Job) -> str:
+    """The last line of a delegation."""
+    took = parse_utc(job.finished_at) - parse_utc(job.started_at or job.created_at)
+    return "RESULT job=%s %s after %s: %s" % (
+        job.job_id, status_word(job), format_duration(max(0.0, took)), job.detail or "")
+
+
+# ==============================================================================
+# 19. Commands
+#
+# Pairs: add_x(parser) declares a command's arguments, cmd_x(args) carries it out
+# and returns an exit code. Only the parser of the command at hand is ever built.
+# ==============================================================================
+
+Command = namedtuple("Command", "run add summary group")
+
+
+def _out(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+def _say(line: str) -> None:
+    """Something for the person at the terminal that is not the answer."""
+    sys.stderr.write("mam: " + line + "\n")
+
+
+def _dump(value: Any) -> None:
+    import json
+    _out(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _wants_colour() -> bool:
+    return sys.stdout.isatty() and not load_settings().get("NO_COLOR")
+
+
+def _examples(parser: Any, *examples: str) -> None:
+    parser.epilog = "examples:\n" + "\n".join("  " + example for example in examples)
+
+
+def _add_job(parser: Any, help: str = "job id") -> None:
+    parser.add_argument("job", nargs="?", metavar="JOB", help=help)
+    parser.add_argument("--job", dest="job_flag", metavar="JOB", help="the same, as v4 wrote it")
+
+
+def _job_of(args: Any) -> str:
+    job_id = args.job_flag or args.job
+    if not job_id:
+        raise MamError("which job? name its id", exit=Exit.USAGE, code="usage", hint="`mam list` shows the jobs")
+    return check_job_id(job_id)
+
+
+def _add_json(parser: Any) -> None:
+    parser.add_argument("--json", action="store_true", help="JSON instead of text")
+
+
+def _positive(text: str) -> float:
+    return parse_seconds(text, "--value")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) < 1000000):
+        raise MamError("%r is not a number from 1 to 999999" % text, exit=Exit.USAGE, code="usage")
+    return int(text)
+
+
+def _read_text(source: str, what: str) -> str:
+    """A file's text, or stdin's for `-`: strict UTF-8, every character kept."""
+    try:
+        if source == "-":
+            raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        else:
+            with open(source, "rb") as file:
+                raw = file.read(MAX_PROMPT_BYTES + 1)
+        if len(raw) > MAX_PROMPT_BYTES:
+            raise MamError("%s %s is larger than %d bytes" % (what, source, MAX_PROMPT_BYTES), exit=Exit.USAGE,
+                           code="too_large")
+        return raw.decode("utf-8")
+    except OSError as error:
+        raise MamError("cannot read %s %s: %s" % (what, source, error.strerror), exit=Exit.USAGE,
+                       code="unreadable") from None
+    except UnicodeDecodeError as error:
+        raise MamError("cannot read %s %s: not UTF-8 at byte %d" % (what, source, error.start), exit=Exit.USAGE,
+                       code="undecodable", hint="convert it, for example with iconv -t utf-8") from None
+
+
+def _argument_text(text: str, what: str) -> str:
+    if not clean_encodable(text):
+        raise MamError("%s is not UTF-8" % what, exit=Exit.USAGE, code="undecodable")
+    return text
+
+
+def clean_encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+        return True
+    except UnicodeEncodeError:
+        return False
+
+
+def _add_prompt(parser: Any, required: bool) -> None:
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    group.add_argument("--prompt-file", metavar="FILE", help="read it from a UTF-8 file; - is stdin")
+
+
+def _prompt_of(args: Any) -> Optional[str]:
+    if args.prompt_file is not None:
+        prompt = _read_text(args.prompt_file, "--prompt-file")
+    elif args.prompt is not None:
+        prompt = _argument_text(args.prompt, "--prompt")
+    else:
+        return None
+    if not prompt.strip():
+        raise MamError("the prompt is empty", exit=Exit.USAGE, code="usage")
+    return prompt
+
+
+# -- registering -------------------------------------------------------------------
+
+
+def _add_contract(parser: Any) -> None:
+    """What a job can be given at its registration, by v4's names."""
+    parser.add_argument("--agent", default=DEFAULT_AGENT, help="kind of agent (default %(default)s)")
+    parser.add_argument("--role", default="Worker", help="role of the agent (default %(default)s)")
+    parser.add_argument("--timeout", type=_positive, default=DEFAULT_TIMEOUT_S, metavar="S",
+                        help="wall clock of the whole job in seconds (default %(default)s)")
+    parser.add_argument("--idle-timeout", type=_positive, metavar="S",
+                        help="seconds without a sign of life that mean unresponsive (default: misses x heartbeat)")
+    parser.add_argument("--heartbeat", "--heartbeat-sec", dest="heartbeat", type=_positive, metavar="N",
+                        help="seconds between signs of life (default %s)" % DEFAULT_HEARTBEAT_S)
+    parser.add_argument("--heartbeat-misses", type=_count, metavar="K",
+                        help="how many may be missed (default %s)" % DEFAULT_HEARTBEAT_MISSES)
+    parser.add_argument("--ack-timeout", type=_positive, metavar="T",
+                        help="seconds from delivery to the first event (default %s)" % DEFAULT_ACK_TIMEOUT_S)
+    parser.add_argument("--artifact", action="append", default=[], dest="artifacts", metavar="PATH",
+                        help="a file that must exist in the workdir at the end; may be repeated")
+    parser.add_argument("--broker", metavar="[mqtt[s]://][USER@]HOST[:PORT]",
+                        help="this job's own broker, over MQTT_BROKER and MQTT_PORT")
+    parser.add_argument("--job-id", metavar="ID", help="choose the id ([A-Za-z0-9_-], at most 64)")
+    parser.add_argument("--bits", type=int, choices=(32, 128), default=32, help="length of a made id (default 32)")
+
+
+def _contract(args: Any, settings: Settings, prompt: str, workdir: str) -> Dict[str, Any]:
+    """The columns of a new job; everything is checked here, before anything is written."""
+    heartbeat = args.heartbeat or settings.seconds("MAM_HEARTBEAT_SEC", DEFAULT_HEARTBEAT_S)
+    misses = args.heartbeat_misses or int(settings.seconds("MAM_HEARTBEAT_MISSES", DEFAULT_HEARTBEAT_MISSES))
+    job_id = check_job_id(args.job_id) if args.job_id else random_hex(32 if args.bits == 128 else 8)
+    session = check_session(args.agent_session)
+    block = parse_broker_flag(args.broker) if args.broker else None
+    for name, value in (("--agent", args.agent), ("--role", args.role)):
+        _argument_text(value, name)
+    return {
+        "job_id": job_id, "title": title_of(prompt), "agent": clean_text(args.agent), "agent_session": session,
+        "role": clean_text(args.role), "broker": compact_json(block) if block else None,
+        "topic_prefix": "%s/%s" % (topic_root(settings), job_id), "timeout_sec": args.timeout,
+        "idle_timeout_sec": args.idle_timeout or heartbeat * misses, "heartbeat_sec": heartbeat,
+        "heartbeat_misses": misses,
+        "ack_timeout_sec": args.ack_timeout or settings.seconds("MAM_ACK_TIMEOUT_S", DEFAULT_ACK_TIMEOUT_S),
+        "expected_artifacts": compact_json([check_artifact(path, workdir) for path in args.artifacts]),
+        "job_type": "direct", "max_iterations": DEFAULT_MAX_ITERATIONS, "attempt_id": 1,
+        "transport": "remote" if session.startswith("remote:") else "herdr" if session.startswith("herdr:") else "local",
+        "workdir": workdir, "wire": wire_of(settings, block), "prompt": prompt}
+
+
+def add_register(parser: Any) -> None:
+    _add_prompt(parser, True)
+    parser.add_argument("--agent-session", default=DEFAULT_SESSION, metavar="KIND:NAME",
+                        help="who is to take it (default %(default)s)")
+    _add_contract(parser)
+    parser.add_argument("--auth-token", metavar="-", help="read the signing key from stdin; only `-` is accepted")
+    parser.add_argument("--job-type", default="direct", choices=("direct", "loop", "discuss"))
+    parser.add_argument("--reviewer", help="agent that reviews")
+    parser.add_argument("--reviewer-session", metavar="KIND:NAME")
+    parser.add_argument("--max-iterations", type=_count, default=DEFAULT_MAX_ITERATIONS)
+    parser.add_argument("--dispatch-token", metavar="TOKEN", help="the first attempt's token (made if not given)")
+    parser.add_argument("--attempt-id", type=_count, default=1, metavar="N")
+    parser.add_argument("--transport", choices=("herdr", "remote"), help="accepted; it follows from the session")
+    _examples(parser, "mam register --agent-session queue:builders --prompt-file brief.md",
+              "mam pick --agent-session queue:builders")
+
+
+def cmd_register(args: Any) -> int:
+    """Make a pending job and print its id. Never touches the network."""
+    settings = load_settings(args.registry_dir)
+    record_ = _contract(args, settings, _prompt_of(args) or "", os.getcwd())
+    token = None
+    if args.auth_token is not None:
+        if args.auth_token != "-":
+            raise MamError("--auth-token takes only -, and reads the token from stdin", exit=Exit.USAGE,
+                           code="secret_in_argv", hint="an argument is visible to every user of this host")
+        token = sys.stdin.readline().strip()
+        if len(token) < 16 or not token.isascii() or not token.isprintable():
+            raise MamError("the token on stdin must be at least 16 printable ASCII characters", code="bad_token")
+    if args.dispatch_token is not None and not is_name(args.dispatch_token):
+        raise MamError("--dispatch-token must be 1 to 64 of letters, digits, _ and -", exit=Exit.USAGE, code="usage")
+    record_.update(job_type=args.job_type, reviewer=args.reviewer, max_iterations=args.max_iterations,
+                   reviewer_session=args.reviewer_session and check_session(args.reviewer_session),
+                   attempt_id=args.attempt_id)
+    with Registry(settings.registry_dir, create=True) as registry:
+        _out(registry.register(record_, token, args.dispatch_token).job_id)
+    return Exit.OK
+
+
+def add_delegate(parser: Any) -> None:
+    _add_prompt(parser, True)
+    parser.add_argument("--agent-session", required=True, metavar="KIND:NAME",
+                        help="exec:NAME (with --exec), tmux:NAME or queue:NAME")
+    parser.add_argument("--exec", dest="command", metavar="CMD", help="the command that does the work, for exec:")
+    parser.add_argument("--stdin", action="store_true", help="feed the prompt to the command's stdin")
+    parser.add_argument("--workdir", metavar="DIR", help="where the work is done (default: here)")
+    parser.add_argument("--validate", metavar="CMD", help="a command that must succeed before the job is completed")
+    _add_contract(parser)
+    parser.add_argument("--detach", action="store_true", help="print the job id and do not follow")
+    parser.add_argument("--cancel-on-exit", action="store_true", help="cancel the job when this command is ended")
+    _add_json(parser)
+    _examples(parser, "mam delegate --agent-session exec:demo --exec 'claude -p' --stdin --prompt-file brief.md",
+              "mam delegate --agent-session tmux:alice --prompt 'fix the failing test' --artifact report.md",
+              "mam delegate --agent-session exec:x --exec 'make all' --prompt build --validate 'make check'",
+              "mam delegate --agent-session exec:x --exec ./work.sh --prompt go --detach; mam watch JOB")
+
+
+def cmd_delegate(args: Any) -> int:
+    """Register, hand over, follow to the end; the exit code tells how it ended."""
+    raise_on_sigterm()
+    settings = load_settings(args.registry_dir)
+    workdir = os.path.abspath(args.workdir or os.getcwd())
+    prompt = _prompt_of(args) or ""
+    record_ = _contract(args, settings, prompt, workdir)
+    record_.update(command=args.command, feed_stdin=int(args.stdin), validate_cmd=args.validate)
+    for name, text in (("--exec", args.command), ("--validate", args.validate)):
+        if text is not None and ("\0" in text or not clean_encodable(text)):
+            raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
+    preflight(settings, args.agent_session, args.command, workdir)
+    warn_public_broker(settings, broker_settings(settings, parse_broker_flag(args.broker) if args.broker else None))
+    with Registry(settings.registry_dir, create=True) as registry:
+        job = registry.register(record_)
+        try:
+            job = hand_over(registry, settings, job)
+            if args.detach:
+                spawn_self(["_supervise", job.job_id], own_environment(settings), supervisor_log(registry))
+                _out(compact_json({"job_id": job.job_id}) if args.json else job.job_id)
+                return Exit.OK
+            _say("job %s registered for %s; `mam watch %s` follows it from elsewhere" % (
+                job.job_id, job.agent_session, job.job_id))
+            return _follow_delegated(registry, settings, job, args.json)
+        except (KeyboardInterrupt, Terminated, BrokenPipeError):
+            _leave(registry, settings, job.job_id, args.cancel_on_exit)
+            raise
+
+
+def _follow_delegated(registry: Registry, settings: Settings, job: Job, as_json: bool) -> int:
+    """Show a job's events to its end, keeping its clocks meanwhile; its result last."""
+    keeper = Keeper(registry, settings, job.job_id, "delegate_wrapper")
+    next_look = [0.0]
+
+    def tick() -> None:
+        keeper.tick()
+        now = time.monotonic()
+        if now >= next_look[0]:
+            next_look[0] = now + 0.5
+            ensure_supervisor(registry, settings, job.job_id)
+    with Registry(settings.registry_dir) as reading:     # one's own commits do not change data_version
+        follower = Follower(reading, [job.job_id])
+        follow(follower, _emitter(as_json), lambda: follower.done, tick)
+        ended = follower.ended()[0]
+        _out(compact_json({"result": overview_json(ended, None)}) if as_json else result_line(ended))
+        return exit_of(ended)
+
+
+def _leave(registry: Registry, settings: Settings, job_id: str, cancel: bool) -> None:
+    """What a delegator that is ended does about its job: one nobody has is closed, others go on."""
+    job = registry.job(job_id)
+    if job.status in TERMINAL_STATUSES:
+        return
+    orphan = job.delivery == "none" and not job.agent_session.startswith("queue:")
+    if cancel or orphan:
+        _cancel(registry, settings, job_id, "cancelled: the delegator was ended")
+    else:
+        _say("job %s goes on; `mam watch %s` follows it, `mam cancel %s` ends it" % (job_id, job_id, job_id))
+
+
+def _emitter(as_json: bool) -> Callable[[List[Event]], None]:
+    render = event_json if as_json else event_line
+
+    def emit(events: List[Event]) -> None:
+        sys.stdout.write("\n".join([render(event) for event in events]) + "\n")
+        sys.stdout.flush()
+    return emit
+
+
+# -- publishing ----------------------------------------------------------------------
+
+
+def add_publish(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--event", required=True, metavar="E", help=", ".join(EVENTS))
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--detail", metavar="TEXT", help="what happened, in one line")
+    group.add_argument("--detail-file", metavar="FILE", help="read it from a file (64 KiB at most); - is stdin")
+    parser.add_argument("--data", metavar="JSON", help="an object with facts of your own")
+    parser.add_argument("--heartbeat", type=_positive, metavar="N", help="with started: a sign of life every N seconds")
+    parser.add_argument("--watch-pid", type=_count, metavar="PID",
+                        help="beat as long as this process lives (default: the agent this runs under)")
+    parser.add_argument("--expect-dispatch-token", "--dispatch-token", dest="token", metavar="TOKEN",
+                        help="the attempt this speaks for (default: MAM_DISPATCH_TOKEN)")
+    parser.add_argument("--attempt-id", type=_count, metavar="N", help="the same by number (default: MAM_ATTEMPT_ID)")
+    parser.add_argument("--attempts", type=_count, default=3, metavar="N", help="tries to send (default %(default)s)")
+    _add_json(parser)
+    _examples(parser, "mam publish --job 918b0612 --event started --heartbeat 30",
+              "mam publish --job 918b0612 --event progress --detail 'section 1 done' --data '{\"tests\": 42}'",
+              "mam publish --job 918b0612 --event completed --detail-file report.md",
+              "$MAM_PUBLISH_CMD --event error --detail 'the build is broken'   # inside a delegated command")
+
+
+def cmd_publish(args: Any) -> int:
+    """Record an event, then send it. 0 sent (or no wire), 2 recorded but not sent, 4 refused."""
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    if args.event not in EVENTS:
+        raise MamError("--event %r: it must be one of %s" % (args.event, ", ".join(EVENTS)), code="bad_event")
+    if args.heartbeat and args.event != "started":
+        raise MamError("--heartbeat goes with --event started", exit=Exit.USAGE, code="usage")
+    detail = args.detail or ""
+    if args.detail_file:
+        detail = _read_text(args.detail_file, "--detail-file").strip()
+    data = parse_data(args.data) if args.data is not None else {}
+    attempt, token = _attempt_of(args, settings, job_id)
+    extra = {"heartbeat_sec": args.heartbeat, "watch": _watched(args)} if args.heartbeat else None
+    with Registry(settings.registry_dir) as registry:
+        answer = record(registry, settings, job_id, args.event, source="worker", detail=detail, data=data,
+                        attempt=attempt, token=token, extra=extra)
+        if answer.event:
+            _out(event_json(answer.event) if args.json else "%s seq=%d %s" % (
+                job_id, answer.event.seq, args.event))
+        elif answer.idempotent:
+            _say(answer.reason)
+        else:
+            raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
+                           hint="what you reported is kept in the job's log; leave your work in place and stop")
+        ensure_supervisor(registry, settings, job_id)
+        if not answer.job.wire:
+            return Exit.OK
+        sent = deliver(registry, settings, job_id, args.attempts, sweep=True)
+        if sent.sent:
+            return Exit.OK
+        _say("recorded, not sent yet: %s" % sent.why)
+        return Exit.TIMEOUT
+
+
+def _attempt_of(args: Any, settings: Settings, job_id: str) -> Tuple[Optional[int], Optional[str]]:
+    """(attempt, token) a publisher speaks for: its flags, else its environment if that is this job's."""
+    if args.attempt_id is not None or args.token is not None:
+        return args.attempt_id, args.token
+    mine = settings.get("MAM_JOB_ID") or settings.get("JOB_ID")
+    if mine and mine != job_id:
+        return None, None      # an agent that delegates speaks about another job than its own
+    attempt = settings.get("MAM_ATTEMPT_ID")
+    if attempt and not attempt.isdigit():
+        raise MamError("MAM_ATTEMPT_ID is %r: it must be a number" % attempt, code="bad_value")
+    return int(attempt) if attempt else None, settings.get("MAM_DISPATCH_TOKEN") or None
+
+
+def _watched(args: Any) -> Optional[Dict[str, Any]]:
+    """The process whose life a beat stands for."""
+    if args.watch_pid is not None:
+        identity = identity_of(args.watch_pid)
+        if identity is None:
+            raise MamError("--watch-pid %d: no such process" % args.watch_pid, code="bad_pid")
+        return identity
+    ancestor = agent_ancestor()
+    if ancestor is None:
+        _say("no agent found among the parents of this command: the beat watches no process (--watch-pid names one)")
+        return None
+    return identity_of(ancestor)
+
+
+def add_deliver(parser: Any) -> None:
+    parser.add_argument("job", metavar="JOB")
+
+
+def cmd_deliver(args: Any) -> int:
+    settings = load_settings(args.registry_dir)
+    with Registry(settings.registry_dir) as registry:
+        return Exit.OK if deliver(registry, settings, args.job).sent else Exit.TIMEOUT
+
+
+# -- following -------------------------------------------------------------------------
+
+
+def add_watch(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--attempt-id", type=_count, metavar="N", help="only this attempt and later ones")
+    _add_json(parser)
+    _examples(parser, "mam watch 918b0612", "mam watch 918b0612 --json | jq .detail")
+
+
+def cmd_watch(args: Any) -> int:
+    """A job's events from the first on, until it ends. Reads only; never closes a job."""
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    with Registry(settings.registry_dir) as registry:
+        registry.job(job_id)
+        follower = Follower(registry, [job_id], args.attempt_id)
+        follow(follower, _emitter(args.json), lambda: follower.done)
+        ended = follower.ended()[0]
+        if not args.json:
+            _say(what_became(ended))
+        return exit_of(ended)
+
+
+def add_wait(parser: Any) -> None:
+    parser.add_argument("jobs", nargs="+", metavar="JOB")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--any", action="store_true", help="until the first of them ends")
+    group.add_argument("--all", action="store_true", help="until all have ended (the default)")
+    parser.add_argument("--timeout", type=_positive, metavar="S", help="give up waiting after S seconds (exit 2)")
+    _add_json(parser)
+    _examples(parser, "mam wait 918b0612 77aa01ce", "mam wait --any --timeout 600 918b0612 77aa01ce")
+
+
+def cmd_wait(args: Any) -> int:
+    """Wait for ends; prints a line for each job that has ended."""
+    settings = load_settings(args.registry_dir)
+    job_ids = list(dict.fromkeys(check_job_id(job_id) for job_id in args.jobs))
+    with Registry(settings.registry_dir) as registry:
+        for job_id in job_ids:
+            registry.job(job_id)
+        follower = Follower(registry, job_ids)
+        patience = Patience(follower, args.timeout, {}, {})
+        shown: set = set()
+
+        def show_ends() -> bool:
+            for job in follower.ended():
+                if job.job_id not in shown and job.job_id not in follower.pending:
+                    shown.add(job.job_id)
+                    _out(compact_json(overview_json(job, None)) if args.json else "%s %s" % (
+                        job.job_id, status_word(job)))
+                    sys.stdout.flush()
+            return bool(shown) if args.any else follower.done
+        why = follow(follower, lambda events: None, show_ends, patience.exhausted)
+        if why:
+            _say(why)
+            return Exit.TIMEOUT
+        return exit_of_all([job for job in follower.ended() if job.job_id in shown])
+
+
+def add_subscribe(parser: Any) -> None:
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--job", metavar="JOB")
+    target.add_argument("--wait-any", action="store_true", help="every job that is pending or running now")
+    parser.add_argument("--timeout", type=_positive, metavar="S", help="wall clock (default: the job's)")
+    parser.add_argument("--idle-timeout", type=_positive, metavar="S",
+                        help="seconds without an event, per job (default: the job's)")
+    parser.add_argument("--ack-timeout", metavar="S", help="seconds more for the first event (default: the job's; "
+                                                           "0: idle counts only from the first event on)")
+    parser.add_argument("--expect-retention", action="store_true", help="warn if a job has not ended after 3 s")
+    parser.add_argument("--expect-dispatch-token", metavar="TOKEN", help="only events with this token")
+    parser.add_argument("--attempt-id", type=_count, metavar="N", help="only this attempt and later ones")
+    parser.add_argument("--remote", action="store_true", help="accepted; a job knows whether it is remote")
+    parser.add_argument("-v", "--verbose", action="store_true")
+    _add_json(parser)
+    _examples(parser, "mam subscribe --job 918b0612", "mam subscribe --wait-any --idle-timeout 300")
+
+
+def cmd_subscribe(args: Any) -> int:
+    """v4's subscriber: events of one job or of all open ones. 0 completed, 1 error, 2 timed out, nothing."""
+    settings = load_settings(args.registry_dir)
+    try:
+        registry = Registry(settings.registry_dir)
+        jobs = [registry.job(check_job_id(args.job))] if args.job else registry.open_jobs()
+    except MamError as error:
+        if error.code not in ("unknown_job", "no_registry"):
+            raise
+        raise MamError(error.message, exit=Exit.TIMEOUT, hint=error.hint, code=error.code) from None
+    with registry:
+        if not jobs:
+            raise MamError("no pending or running jobs to wait for", exit=Exit.TIMEOUT, code="nothing")
+        follower = Follower(registry, [job.job_id for job in jobs], args.attempt_id, args.expect_dispatch_token)
+        for job in jobs:
+            _out("SUBSCRIBED %s" % events_topic(job))
+        sys.stdout.flush()
+        why = follow(follower, _emitter(args.json), lambda: follower.done, _subscriber_clock(args, follower, jobs))
+        if why:
+            _say(why)
+            return Exit.TIMEOUT
+        return exit_of_all(follower.ended())
+
+
+def _subscriber_clock(args: Any, follower: Follower, jobs: Sequence[Job]) -> Callable[[], Optional[str]]:
+    """v4's budgets: T + idle before a job's first event, idle after it, the wall clock over all."""
+    ack = None if args.ack_timeout is None else 0.0 if args.ack_timeout == "0" else parse_seconds(
+        args.ack_timeout, "--ack-timeout")
+    idle = {job.job_id: args.idle_timeout or job.idle_timeout_sec for job in jobs}
+    first = {job.job_id: float("inf") if ack == 0 else idle[job.job_id] + (ack or job.ack_timeout_sec) for job in jobs}
+    patience = Patience(follower, args.timeout or max(job.timeout_sec for job in jobs), idle, first)
+    warn_at = [time.monotonic() + 3.0 if args.expect_retention else float("inf")]
+
+    def tick() -> Optional[str]:
+        if time.monotonic() >= warn_at[0]:
+            warn_at[0] = float("inf")
+            _say("--expect-retention: no end observed yet of %s" % ", ".join(follower.pending[:10]))
+        return patience.exhausted()
+    return tick
+
+
+# -- looking ---------------------------------------------------------------------------
+
+
+def _reading(settings: Settings) -> Optional[Registry]:
+    """The registry for a command that only looks; None where there is none yet."""
+    try:
+        return Registry(settings.registry_dir)
+    except MamError as error:
+        if error.code == "no_registry":
+            return None
+        raise
+
+
+def _check_status(status: Optional[str]) -> None:
+    if status is not None and status not in STATUSES:
+        raise MamError("invalid status %r; expected one of %s" % (status, ", ".join(STATUSES)), code="bad_status")
+
+
+def add_list(parser: Any) -> None:
+    parser.add_argument("--status", metavar="S", help="only jobs that are %s" % ", ".join(STATUSES))
+    _add_json(parser)
+    _examples(parser, "mam list", "mam list --status running --json")
+
+
+def cmd_list(args: Any) -> int:
+    """The jobs of this registry in the order of their registration."""
+    _check_status(args.status)
+    settings = load_settings(args.registry_dir)
+    registry = _reading(settings)
+    jobs = registry.jobs(args.status) if registry else []
+    if args.json:
+        _dump([job_record(job, registry.prompt(job.job_id)) for job in jobs] if registry else [])
+    elif not jobs:
+        _out("(no jobs)")
+    else:
+        sys.stdout.write("".join([job_line(job, None) + "\n" for job in jobs]))
+    return Exit.OK
+
+
+def add_get(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--show-secrets", action="store_true", help="the signing key too")
+    parser.add_argument("--json", action="store_true", help="accepted; the record is JSON anyway")
+    _examples(parser, "mam get 918b0612 | jq .status")
+
+
+def cmd_get(args: Any) -> int:
+    """One job's record as JSON."""
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    with Registry(settings.registry_dir) as registry:
+        _dump(job_record(registry.job(job_id), registry.prompt(job_id), args.show_secrets))
+    return Exit.OK
+
+
+def add_logs(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--list", action="store_true", dest="list_all", help="a line for every job instead")
+    parser.add_argument("--output", action="store_true", help="what the job's command printed (--attempt-id N: then)")
+    parser.add_argument("--attempt-id", type=_count, metavar="N")
+    parser.add_argument("--logs-dir", metavar="DIR", help="accepted; the log is in the registry")
+    parser.add_argument("--tail", type=int, default=0, metavar="N", help="only the last N lines")
+    _add_json(parser)
+    _examples(parser, "mam logs 918b0612", "mam logs 918b0612 --json --tail 5", "mam logs 918b0612 --output")
+
+
+def cmd_logs(args: Any) -> int:
+    """Everything that was recorded about a job, refused and late words included."""
+    settings = load_settings(args.registry_dir)
+    if args.logs_dir or settings.get("DELEGATE_JOB_LOGS_DIR"):
+        _say("--logs-dir and DELEGATE_JOB_LOGS_DIR have no meaning here: the log is in the registry")
+    if args.list_all:
+        args.status = None
+        return cmd_list(args)
+    job_id = _job_of(args)
+    with Registry(settings.registry_dir) as registry:
+        job = registry.job(job_id)
+        if args.output:
+            return _print_output(registry, job, args.attempt_id or job.attempt_id)
+        events = registry.events(job_id)
+        for event in events[-args.tail:] if args.tail > 0 else events:
+            _out(compact_json(log_record(event)) if args.json else log_line(event))
+    return Exit.OK
+
+
+def _print_output(registry: Registry, job: Job, attempt: int) -> int:
+    path = os.path.join(registry.directory, "output", "%s.a%d.log" % (job.job_id, attempt))
+    try:
+        with open(path, "rb") as file:
+            sys.stdout.flush()
+            for block in iter(lambda: file.read(1 << 16), b""):
+                sys.stdout.buffer.write(block)
+    except FileNotFoundError:
+        raise MamError("no output of attempt %d of job %s" % (attempt, job.job_id), code="no_output",
+                       hint="only exec: jobs have their output kept") from None
+    return Exit.OK
+
+
+def add_overview(parser: Any) -> None:
+    _add_json(parser)
+
+
+def cmd_overview(args: Any) -> int:
+    """`mam` alone: open jobs with their signs of life, and the last ends."""
+    settings = load_settings(args.registry_dir)
+    registry = _reading(settings)
+    open_jobs, ends, beats, counts = [], [], {}, {}
+    if registry:
+        open_jobs, ends, counts = registry.open_jobs(), registry.last_ends(8), registry.counts()
+        beats = registry.beats()
+    if args.json:
+        _dump({"registry": settings.registry_dir, "counts": counts,
+               "open": [overview_json(job, beats.get(job.job_id)) for job in open_jobs],
+               "ended": [overview_json(job, None) for job in ends]})
+        return Exit.OK
+    block = broker_block(settings)
+    broker = "broker %(host)s:%(port)d" % block if block else "no broker"
+    shown = open_jobs if len(open_jobs) <= 40 else open_jobs[-40:]
+    for line in overview(settings.registry_dir, broker, counts, shown, beats, ends, _wants_colour()):
+        _out(line)
+    if len(shown) < len(open_jobs):
+        _out("(%d older open jobs: mam list)" % (len(open_jobs) - len(shown)))
+    return Exit.OK
+
+
+# -- changing --------------------------------------------------------------------------
+
+
+def add_pick(parser: Any) -> None:
+    parser.add_argument("--agent-session", default=DEFAULT_SESSION, metavar="KIND:NAME",
+                        help="whose jobs (default %(default)s)")
+    _add_json(parser)
+    _examples(parser, "mam pick --agent-session queue:builders", "job=$(mam pick --agent-session queue:b) || exit 0")
+
+
+def cmd_pick(args: Any) -> int:
+    """Claim the oldest pending job of a session and print its id; exit 3 if there is none."""
+    settings = load_settings(args.registry_dir)
+    session = check_session(args.agent_session)
+    registry = _reading(settings)
+    job = registry.pick(session) if registry else None
+    if job is None or registry is None:
+        return Exit.BROKER       # v4: no pending job for this session
+    if not args.json:
+        _out(job.job_id)
+        return Exit.OK
+    _dump({**worker_variables(registry, settings, job), "job_id": job.job_id, "brief": write_brief(registry, job)})
+    return Exit.OK
+
+
+def _cancel(registry: Registry, settings: Settings, job_id: str, detail: str) -> Transition:
+    """Close a job as cancelled, tell the broker, and see its command end."""
+    answer = record(registry, settings, job_id, "cancelled", source="operator", detail=detail)
+    if answer.committed or answer.idempotent:
+        end_run_of(registry, settings, answer.job)
+        _try_delivery(registry, settings, answer.job)
+    return answer
+
+
+def _try_delivery(registry: Registry, settings: Settings, job: Job) -> None:
+    """One try; what is not sent stays owed, and an operator's command has succeeded regardless."""
+    if job.wire:
+        sent = deliver(registry, settings, job.job_id, attempts=1)
+        if not sent.sent:
+            _say("recorded, not sent yet: %s" % sent.why)
+
+
+def add_cancel(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--detail", metavar="TEXT", help="why")
+    _examples(parser, "mam cancel 918b0612 --detail 'no longer needed'")
+
+
+def cmd_cancel(args: Any) -> int:
+    """End a job: its command's process group gets TERM, after a grace KILL."""
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    with Registry(settings.registry_dir) as registry:
+        answer = _cancel(registry, settings, job_id, args.detail or "")
+        if not answer.committed and not answer.idempotent:
+            raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused")
+        _say(answer.reason if answer.idempotent else "job %s is cancelled" % job_id)
+    return Exit.OK
+
+
+def add_redispatch(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--force", action="store_true", help="end a running attempt first")
+    _add_prompt(parser, False)
+    parser.add_argument("--follow", action="store_true", help="follow it as delegate does")
+    parser.add_argument("--no-deliver", action="store_true", help="only open the attempt")
+    _add_json(parser)
+    _examples(parser, "mam redispatch 918b0612", "mam redispatch 918b0612 --force --prompt-file better.md --follow")
+
+
+def cmd_redispatch(args: Any) -> int:
+    """Open another attempt with new tokens, and hand it over as the first one was."""
+    settings = load_settings(args.registry_dir)
+    job_id, prompt = _job_of(args), _prompt_of(args)
+    with Registry(settings.registry_dir) as registry:
+        before = registry.job(job_id)
+        answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt}, "operator")
+        if not answer.committed:
+            raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
+                           hint="mam redispatch %s --force" % job_id)
+        job = answer.job
+        kind = job.agent_session.partition(":")[0]
+        if not args.no_deliver and (kind == "tmux" or kind == "exec" and before.command):
+            job = hand_over(registry, settings, job)
+        _try_delivery(registry, settings, job)
+        _say("job %s is at attempt %d, for %s" % (job_id, job.attempt_id, job.agent_session))
+        if args.follow:
+            return _follow_delegated(registry, settings, job, args.json)
+        if job.delivery != "none":
+            spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+    return Exit.OK
+
+
+def _redispatch(registry: Registry, settings: Settings, job_id: str, fields: Dict[str, Any],
+                source: str) -> Transition:
+    """Open the next attempt; the old one's command is gone when this returns."""
+    before = registry.job(job_id)
+    answer = registry.transition(job_id, "redispatch", source=source, fields=fields)
+    if answer.committed:
+        end_run_of(registry, settings, before)
+    return answer
+
+
+def add_status(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--set", required=True, dest="status", metavar="STATUS", help=", ".join(STATUSES))
+    _examples(parser, "mam status --job 918b0612 --set completed")
+
+
+def cmd_status(args: Any) -> int:
+    """Set a job's status with an operator's authority. 0 done or already so, 4 refused."""
+    return _operator_write(args, {}, args.status)
+
+
+def add_update(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--status", metavar="STATUS", help="`pending` on an ended job opens another attempt")
+    parser.add_argument("--agent-session", metavar="KIND:NAME")
+    _add_prompt(parser, False)
+    parser.add_argument("--iteration", type=_count, metavar="N")
+    parser.add_argument("--attempt-id", type=_count, metavar="N", help="with --status pending: number of the attempt")
+    parser.add_argument("--role")
+    _examples(parser, "mam update --job 918b0612 --status pending --prompt-file better.md")
+
+
+def cmd_update(args: Any) -> int:
+    """Change a job's record; a status goes through the transition boundary."""
+    changes: Dict[str, Any] = {}
+    if args.agent_session is not None:
+        changes["agent_session"] = check_session(args.agent_session)
+    prompt = _prompt_of(args)
+    if prompt is not None:
+        changes.update(prompt=prompt, title=title_of(prompt))
+    if args.iteration is not None:
+        changes["iteration"] = args.iteration
+    if args.role is not None:
+        changes["role"] = clean_text(_argument_text(args.role, "--role"))
+    return _operator_write(args, changes, args.status, args.attempt_id)
+
+
+def _operator_write(args: Any, changes: Dict[str, Any], status: Optional[str], attempt: Optional[int] = None) -> int:
+    _check_status(status)
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    with Registry(settings.registry_dir) as registry:
+        job = registry.job(job_id)
+        if status == "pending" and (job.outcome is not None or job.status in TERMINAL_STATUSES):
+            answer = _redispatch(registry, settings, job_id, {"attempt_id": attempt}, "registry_cli")
+        elif status is not None:
+            answer = record(registry, settings, job_id, "set", source="registry_cli", extra={"status": status})
+        else:
+            answer = Transition(True, False, "", job, None)
+            if attempt is not None and attempt != job.attempt_id:
+                answer = Transition(False, False, "only a redispatch changes the attempt: use --status pending",
+                                    job, None)
+        if not answer.committed and not answer.idempotent:
+            raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused")
+        if changes:
+            registry.edit(job_id, "registry_cli", changes)
+        if answer.committed and status is not None:
+            _try_delivery(registry, settings, registry.job(job_id))
+    return Exit.OK
+
+
+def add_close(parser: Any) -> None:
+    _add_job(parser)
+    parser.add_argument("--request", required=True, choices=CLOSE_REQUESTS)
+    parser.add_argument("--detail", metavar="TEXT")
+    parser.add_argument("--expect-dispatch-token", metavar="TOKEN")
+    _examples(parser, "mam close --job 918b0612 --request deadline_timeout")
+
+
+def cmd_close(args: Any) -> int:
+    """Close a job for a reason. 0 also when it had ended in another way (said on stderr); 4 refused."""
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    with Registry(settings.registry_dir) as registry:
+        answer = record(registry, settings, job_id, args.request, source="delegate_wrapper",
+                        detail=args.detail or "", token=args.expect_dispatch_token)
+        if answer.committed:
+            _try_delivery(registry, settings, answer.job)
+        elif answer.idempotent or "after terminal" in answer.reason:
+            _say(answer.reason)
+        else:
+            raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused")
+    return Exit.OK
+
+
+def add_get_feedback(parser: Any) -> None:
+    _add_job(parser)
+    _examples(parser, "mam get-feedback --job 918b0612")
+
+
+def cmd_get_feedback(args: Any) -> int:
+    """The whole detail of the last completed or error event; an empty line if there is none."""
+    import json
+    settings = load_settings(args.registry_dir)
+    job_id = _job_of(args)
+    text = ""
+    with Registry(settings.registry_dir) as registry:
+        registry.job(job_id)
+        for event in reversed(registry.events(job_id)):
+            if event.seq is not None and event.event in TERMINAL_EVENTS:
+                text = json.loads(event.payload)["data"].get("feedback") or event.detail
+                break
+    _out(text)
+    return Exit.OK
+
+
+def add_scrub_secrets(parser: Any) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only tell")
+    _examples(parser, "mam scrub-secrets --dry-run")
+
+
+def cmd_scrub_secrets(args: Any) -> int:
+    """Take broker passwords out of records (v4 once stored them; mam never does)."""
+    settings = load_settings(args.registry_dir)
+    registry = _reading(settings)
+    found = registry.scrub_passwords(args.dry_run) if registry else []
+    _out("%s %d record(s) under %s%s" % ("would scrub" if args.dry_run else "scrubbed", len(found),
+                                         settings.registry_dir, ": " + ", ".join(found) if found else ""))
+    return Exit.OK
+
+
+# -- background parts --------------------------------------------------------------------
+
+
+def add_run(parser: Any) -> None:
+    parser.add_argument("job", metavar="JOB")
+    parser.add_argument("--attempt-id", type=_count, required=True)
+
+
+def cmd_run(args: Any) -> int:
+    raise_on_sigterm()
+    settings = load_settings(args.registry_dir)
+    with Registry(settings.registry_dir) as registry:
+        job = registry.job(args.job)
+        if job.attempt_id != args.attempt_id:
+            return Exit.REFUSED
+        return Run(registry, settings, job).go()
+
+
+def add_supervise(parser: Any) -> None:
+    parser.add_argument("job", metavar="JOB")
+
+
+def cmd_supervise(args: Any) -> int:
+    raise_on_sigterm()
+    settings = load_settings(args.registry_dir)
+    with Registry(settings.registry_dir) as registry:
+        return Supervisor(registry, settings, args.job).go()
+
+
+# -- help --------------------------------------------------------------------------------
+
+
+def add_help(parser: Any) -> None:
+    parser.add_argument("topic", nargs="?", metavar="COMMAND", help="a command, or v4")
+
+
+def cmd_help(args: Any) -> int:
+    if args.topic in (None, "help"):
+        _out(usage_text("main"))
+    elif args.topic == "v4":
+        _out(usage_text("v4"))
+    else:
+        build_parser(find_command(args.topic)).print_help()
+    return Exit.OK
+
+
+COMMANDS: Dict[str, Command] = {
+    "delegate": Command(cmd_delegate, add_delegate, "hand a prompt to an agent and follow it to its end", "main"),
+    "publish": Command(cmd_publish, add_publish, "report an event of a job (what an agent runs)", "main"),
+    "watch": Command(cmd_watch, add_watch, "show a job's events until it ends", "main"),
+    "wait": Command(cmd_wait, add_wait, "wait until jobs have ended", "main"),
+    "list": Command(cmd_list, add_list, "list jobs", "main"),
+    "get": Command(cmd_get, add_get, "print one job's record", "main"),
+    "logs": Command(cmd_logs, add_logs, "show a job's log, or its command's output", "main"),
+    "pick": Command(cmd_pick, add_pick, "claim the oldest pending job of a session", "main"),
+    "cancel": Command(cmd_cancel, add_cancel, "end a job and its command", "main"),
+    "redispatch": Command(cmd_redispatch, add_redispatch, "open another attempt of a job", "main"),
+    "help": Command(cmd_help, add_help, "help on a command, or on v4's verbs: help v4", "main"),
+    "register": Command(cmd_register, add_register, "make a pending job, print its id", "v4"),
+    "submit": Command(cmd_delegate, add_delegate, "v4's name of delegate", "v4"),
+    "subscribe": Command(cmd_subscribe, add_subscribe, "follow one job or all open ones", "v4"),
+    "status": Command(cmd_status, add_status, "set a job's status", "v4"),
+    "update": Command(cmd_update, add_update, "change a job's record", "v4"),
+    "close": Command(cmd_close, add_close, "close a job for a reason", "v4"),
+    "get-feedback": Command(cmd_get_feedback, add_get_feedback, "print the last result in full", "v4"),
+    "scrub-secrets": Command(cmd_scrub_secrets, add_scrub_secrets, "take passwords out of old records", "v4"),
+    "_run": Command(cmd_run, add_run, "own one command (started by delegate)", "internal"),
+    "_supervise": Command(cmd_supervise, add_supervise, "settle one job (started by mam)", "internal"),
+    "_deliver": Command(cmd_deliver, add_deliver, "send what one job owes (started by mam)", "internal"),
+    "_overview": Command(cmd_overview, add_overview, "what is going on (mam alone)", "internal"),
+}
+
+
+# ==============================================================================
+# 20. Main
+#
+# Dispatch to one command, and the one place where an error becomes a message: a
+# line that begins with `mam:`, a hint below it, never a traceback (but --debug).
+# ==============================================================================
+
+
+def usage_text(group: str) -> str:
+    """The list of commands of a group."""
+    lines = ["mam %s: hand work to coding agents, and know what became of it" % __version__, "",
+             "usage: mam [--registry-dir DIR] [COMMAND] [options]        mam alone shows what is going on", ""]
+    if group == "v4":
+        lines += ["v4's verbs, with their flags and exit codes:"]
+    width = max(len(name) for name in COMMANDS)
+    lines += ["  %s  %s" % (name.ljust(width), command.summary) for name, command in COMMANDS.items()
+              if command.group == group]
+    lines += ["", "mam COMMAND --help shows options and examples." if group == "v4" else
+              "mam COMMAND --help shows options and examples; mam help v4 lists v4's verbs.",
+              "Exit codes: 0 done, 1 failed or bad input, 2 timed out or not sent yet, 3 broker (pick: nothing),",
+              "4 refused, 5 session busy, 64 usage, 70 internal error, 75 not recorded: run it again."]
+    return "\n".join(lines)
+
+
+def find_command(name: str) -> str:
+    """The name of a command; MamError that suggests the nearest one."""
+    if name in COMMANDS:
+        return name
+    import difflib
+    near = difflib.get_close_matches(name, [known for known in COMMANDS if known[0] != "_"], 1, 0.5)
+    raise MamError("no command %r" % name, exit=Exit.USAGE, code="usage",
+                   hint="did you mean `mam %s`?" % near[0] if near else "`mam help` lists the commands")
+
+
+def build_parser(name: str) -> Any:
+    """The argument parser of one command."""
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise MamError("%s: %s" % (name, message), exit=Exit.USAGE, code="usage", hint="mam %s --help" % name)
+    command = COMMANDS[name]
+    parser = Parser(prog="mam " + name, description=command.run.__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add(parser)
+    parser.add_argument("--registry-dir", metavar="DIR", default=argparse.SUPPRESS,
+                        help="the registry (default: MAM_REGISTRY_DIR, else .mam of the workspace)")
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="tracebacks for errors")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> Any:
+    """(command name, its arguments). Global options may stand before the command, as in v4."""
+    rest, before = list(argv), []
+    while rest and rest[0].startswith("--"):
+        option = rest.pop(0)
+        if option == "--version":
+            _out("mam %s" % __version__)
+            raise SystemExit(0)
+        if option == "--help":
+            return "help", build_parser("help").parse_args([])
+        before.append(option)
+        if option == "--registry-dir" and rest:
+            before.append(rest.pop(0))
+    if rest[:1] == ["-h"]:
+        return "help", build_parser("help").parse_args([])
+    name = find_command(rest.pop(0)) if rest else "_overview"
+    args = build_parser(name).parse_args(rest + before)
+    for option in ("registry_dir", "debug"):
+        if not hasattr(args, option):
+            setattr(args, option, None)
+    return name, args
+
+
+def show_error(error: MamError, as_json: bool) -> None:
+    if as_json:
+        _out(compact_json({"error": {"code": error.code, "message": error.message, "hint": error.hint}}))
+    elif isinstance(error, EnvFileError):
+        sys.stderr.write(error.message + "\n")
+    else:
+        sys.stderr.write("mam: %s\n" % error.message + ("mam: %s\n" % error.hint if error.hint else ""))
+
+
+def _drop_stdout() -> None:
+    """Nobody reads stdout any more: let the interpreter's last flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run one command; every failure that a user can cause ends in MamError."""
+    import errno
+    name, args = parse_arguments(argv)
+    try:
+        code = COMMANDS[name].run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _drop_stdout()
+        return Exit.BROKEN_PIPE
+    except OSError as error:
+        if args.debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM,
+                                             errno.ENOENT, errno.EMFILE, errno.EIO):
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        where = "%s: " % error.filename if error.filename else ""
+        raise MamError("%s%s" % (where, error.strerror), code="disk_full" if full else "os_error",
+                       exit=Exit.NOT_RECORDED if full else Exit.FAILED,
+                       hint="free some space, then run the same command again" if full else "") from None
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """The program. Returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        return run_command(argv)
+    except MamError as error:
+        if "--debug" in argv:
+            raise
+        try:
+            show_error(error, "--json" in argv)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _drop_stdout()
+        return error.exit
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except Terminated:
+        return Exit.TERMINATED
+    except Exception as error:     # a defect of mam: one line for the user, the rest on request
+        if "--debug" in argv:
+            raise
+        sys.stderr.write("mam: internal error: %s: %s\nmam: run it again with --debug to see where\n" % (
+            type(error).__name__, error))
+        return Exit.INTERNAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())
