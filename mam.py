@@ -2100,7 +2100,10 @@ class Connection:
 
     def __init__(self, broker: Broker):
         """Connect and wait for CONNACK; BrokerError if that fails within CONNACK_TIMEOUT_S."""
-        import paho.mqtt.client as mqtt
+        try:
+            import paho.mqtt.client as mqtt
+        except ImportError:
+            raise BrokerError("paho-mqtt is not installed: use mam.pyz, or pip install paho-mqtt", final=True) from None
         self._broker = broker
         self._acked: set = set()
         self._connack: Any = None
