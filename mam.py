@@ -45,11 +45,16 @@ To add a command: write add_x(parser) and cmd_x(args) next to each other in
 section 19 and name them in COMMANDS. cmd_x returns an exit code.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time
 from collections import namedtuple
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:     # typing costs 6 ms at every start, and annotations are never evaluated
+    from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 __version__ = "5.0.0"
 
@@ -103,6 +108,7 @@ BACKOFF_BASE_S, BACKOFF_FACTOR, BACKOFF_MAX_S = 0.5, 2.0, 8.0
 JOB_LOCK_WAIT_S = 5.0                # a publisher waits this long for another one's send
 SWEEP_BUDGET_S = 1.0                 # spent on what other jobs owe, after one's own is sent
 POLL_S = 0.01                        # a follower's look at data_version costs 2 us
+CARE_S = 2.0                         # followers look this often whether a job was left alone
 HOLE_WAIT_S = 2.0                    # readers wait this long for a missing number
 TERM_GRACE_S = 5.0                   # between TERM and KILL of a command's group
 LINGER_S = 30.0                      # a command that published its own end may still tidy up
@@ -189,9 +195,9 @@ def utc_now(milliseconds: bool = False) -> str:
 
 def parse_utc(text: str) -> float:
     """Seconds since the epoch of a timestamp made by utc_now; 0.0 for anything else."""
-    import calendar
+    import datetime      # loaded already, by sqlite3
     try:
-        return float(calendar.timegm(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S")))
+        return datetime.datetime.fromisoformat(text[:19] + "+00:00").timestamp()
     except (TypeError, ValueError):
         return 0.0
 
@@ -560,7 +566,7 @@ def parse_seconds(text: str, name: str) -> float:
         value = -1.0
     if not 0 < value <= 315360000:
         raise MamError("%s is %r: it must be a positive number of seconds" % (name, text),
-                       exit=Exit.USAGE if name.startswith("--") else Exit.FAILED, code="bad_value")
+                       code="bad_value")
     return int(value) if value == int(value) else value
 
 
@@ -732,17 +738,19 @@ def own_environment(settings: Settings) -> Dict[str, str]:
 # table and one pure function, decide(): the registry only carries it out.
 # ==============================================================================
 
-# Columns of `jobs` that are read together (the prompt, which may be large, is apart).
-JOB_COLUMNS = (
+# A job with its current attempt: columns of `jobs` (the prompt, which may be large, is
+# apart), then, from dispatch_token on, of `attempts`.
+Job = namedtuple("Job", (
     "n job_id status phase reason created_at updated_at title agent agent_session role broker "
     "topic_prefix timeout_sec idle_timeout_sec heartbeat_sec heartbeat_misses ack_timeout_sec "
     "expected_artifacts last_seq job_type reviewer reviewer_session max_iterations iteration "
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
     "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
-    "detail parent_job workdir validate_cmd command feed_stdin wire delivery supervisor").split()
-ATTEMPT_COLUMNS = "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status".split()
+    "detail parent_job workdir validate_cmd command feed_stdin wire delivery supervisor "
+    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status"))
+JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
+ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
 
-Job = namedtuple("Job", JOB_COLUMNS + ATTEMPT_COLUMNS)   # with its current attempt
 Event = namedtuple("Event", "n job_id attempt_id seq event source timestamp logged_at detail payload "
                             "delivered_at")
 Beat = namedtuple("Beat", "job_id attempt_id period_s watch touched_at touched_mono")
@@ -773,7 +781,8 @@ CLOSE_REQUESTS = ("deadline_timeout", "cancelled", "unresponsive", "agent_blocke
 TIMEOUT_REASONS = ("deadline_timeout", "unresponsive")
 
 # What a caller believes of the job; None is no opinion. A wrong belief is a refusal.
-Expected = namedtuple("Expected", "status attempt token last_seq", defaults=(None,) * 4)
+Expected = namedtuple("Expected", "status attempt token last_seq", defaults=(None, None, None, None))
+NO_OPINION = Expected()
 
 # What decide() answers. verdict: commit, idempotent, refused. `late` marks a
 # worker's word that came after the end of its attempt, kept as evidence.
@@ -824,7 +833,7 @@ def _fenced(job: Job, by: str, expected: Expected) -> Optional[Decision]:
     return None
 
 
-def decide(job: Job, request: str, expected: Expected = Expected(), status: Optional[str] = None,
+def decide(job: Job, request: str, expected: Expected = NO_OPINION, status: Optional[str] = None,
            force: bool = False) -> Decision:
     """What a request does to a job: the transition table of DESIGN 6, without side effects.
 
@@ -904,6 +913,12 @@ def check_session(text: str) -> str:
             text[:80], ", ".join(SESSION_KINDS)), code="bad_session",
             hint="for example exec:demo, tmux:alice or queue:builders")
     return text
+
+
+def transport_of(session: str) -> str:
+    """v4's word for how a prompt travels: remote, herdr, or (new) local."""
+    kind = session.partition(":")[0]
+    return kind if kind in ("remote", "herdr") else "local"
 
 
 def check_artifact(path: str, workdir: str) -> str:
@@ -1625,7 +1640,7 @@ class Registry:
         changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
                    "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
                    "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
-                   "finished_at": None, "supervisor": None, "last_event_mono": None}
+                   "finished_at": None, "last_event_mono": None}
         if fields.get("prompt") is not None:
             changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
         self._update_job(job, changes)
@@ -1703,9 +1718,16 @@ class Registry:
             self._log(job, "exited", "_run", "exit status %s" % exit_status, {"exit_status": exit_status},
                       job.attempt_id)
 
-    def set_supervisor(self, job_id: str, identity: Dict[str, Any]) -> None:
+    def set_supervisor(self, job_id: str, keeper: str) -> None:
+        """Note who keeps an open job's clocks."""
         with self.write():
-            self._execute("UPDATE jobs SET supervisor = ? WHERE job_id = ?", (compact_json(identity), job_id))
+            self._execute("UPDATE jobs SET supervisor = ? WHERE job_id = ?", (keeper, job_id))
+
+    def supervised_jobs(self) -> List[str]:
+        """Open jobs that somebody has undertaken to carry to their end."""
+        return [row[0] for row in self._execute(
+            "SELECT job_id FROM jobs WHERE status IN ('pending', 'running') "
+            "AND (supervisor IS NOT NULL OR phase IS NOT NULL) ORDER BY n")]
 
     # -- beats ----------------------------------------------------------------------------
 
@@ -1956,7 +1978,8 @@ def self_command() -> List[str]:
 def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str) -> Any:
     """Start mam detached, in a session of its own; its stderr goes to a file. A Popen."""
     import subprocess
-    with open(log_path, "ab") as log:
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "ab") as log:
         return subprocess.Popen(self_command() + list(arguments), stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL, stderr=log, env=env, cwd="/",
                                 start_new_session=True, close_fds=True)
@@ -2372,17 +2395,18 @@ class Follower:
         self._cursor = 0
         self._version = -1
         self._checked_path = time.monotonic()
-        self._open = dict.fromkeys(job_ids, True)
+        self._open = set(job_ids)
+        self._fresh_ends: List[Job] = []        # not yet asked for by take_ends
         self._behind_hole: set = set()          # jobs with events that wait for a missing one
 
     @property
     def pending(self) -> List[str]:
         """Jobs that have not ended (or whose last events are not shown yet)."""
-        return [job_id for job_id, is_open in self._open.items() if is_open]
+        return [job_id for job_id in self._tracks if job_id in self._open]
 
     @property
     def done(self) -> bool:
-        return not any(self._open.values())
+        return not self._open
 
     def track(self, job_id: str) -> _Track:
         return self._tracks[job_id]
@@ -2390,6 +2414,11 @@ class Follower:
     def ended(self) -> List[Job]:
         """The jobs that have ended, in the order in which they were asked for."""
         return [track.final for track in self._tracks.values() if track.final]
+
+    def take_ends(self) -> List[Job]:
+        """The jobs whose end and last event were reached since the last call."""
+        fresh, self._fresh_ends = self._fresh_ends, []
+        return fresh
 
     def poll(self) -> List[Event]:
         """The events that can be shown now. Cheap when nothing was committed since."""
@@ -2423,7 +2452,7 @@ class Follower:
                     self._accept(track, event, now, shown)
             if len(batch) < 1000:
                 break
-        for job in self._registry.jobs_by_id([job_id for job_id in changed if self._open[job_id]]):
+        for job in self._registry.jobs_by_id([job_id for job_id in changed if job_id in self._open]):
             track = self._tracks[job.job_id]
             track.final = job if job.status in TERMINAL_STATUSES else None
             self._settle(track)
@@ -2458,8 +2487,9 @@ class Follower:
         self._settle(track)
 
     def _settle(self, track: _Track) -> None:
-        if track.final and not track.held:
-            self._open[track.job_id] = False
+        if track.final and not track.held and track.job_id in self._open:
+            self._open.discard(track.job_id)
+            self._fresh_ends.append(track.final)
 
 
 def orphaned(job: Job) -> bool:
@@ -2941,12 +2971,30 @@ def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[s
             "MAM_REGISTRY_DIR": registry.directory, "MAM_REAL_ROOT": settings.workspace}
 
 
+def keeper_of(role: str) -> str:
+    """This process as the one that keeps a job's clocks, in the form that `jobs.supervisor` holds."""
+    return compact_json({"role": role, "who": identity_of(os.getpid())})
+
+
 def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> None:
-    """Start `_supervise` if the job waits to be settled and nobody does it."""
+    """Start `_supervise` for an open job that is left alone: its keeper died, or it waits to be settled.
+
+    A delegator keeps a job's clocks while it lives, but only `_supervise` settles.
+    """
     import json
     job = registry.job(job_id)
-    if job.phase and not is_alive(json.loads(job.supervisor) if job.supervisor else None):
+    if job.status in TERMINAL_STATUSES or not (job.phase or job.supervisor):
+        return
+    keeper = json.loads(job.supervisor) if job.supervisor else {}
+    settles = keeper.get("role") == "_supervise"
+    if is_alive(keeper.get("who")) is False or job.phase and not settles:
         spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+
+
+def ensure_supervisors(registry: Registry, settings: Settings) -> None:
+    """The same for every open job of the registry."""
+    for job_id in registry.supervised_jobs():
+        ensure_supervisor(registry, settings, job_id)
 
 
 # ==============================================================================
@@ -3050,6 +3098,12 @@ def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> s
 # ==============================================================================
 
 
+def can_deliver(job: Job) -> bool:
+    """Whether mam brings this job to its session itself (a queue's jobs are picked instead)."""
+    kind = job.agent_session.partition(":")[0]
+    return kind == "tmux" or kind == "exec" and bool(job.command)
+
+
 def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
     """Bring a job to its session, once. Whoever finds it on its way already does nothing.
 
@@ -3068,7 +3122,8 @@ def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
 
 def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: TmuxSession) -> None:
     _make_private_dir(os.path.join(registry.directory, "locks"))
-    lock_path = os.path.join(registry.directory, "locks", "pane-" + job.agent_session.replace(":", "-").replace("%", "p"))
+    pane = job.agent_session.replace(":", "-").replace("%", "p")
+    lock_path = os.path.join(registry.directory, "locks", "pane-" + pane)
     with FileLock(lock_path) as lock:
         try:
             if not lock.acquire(30.0):
@@ -3138,12 +3193,14 @@ class Supervisor:
         with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
             if not lock.acquire(0):
                 return Exit.OK
-            self._registry.set_supervisor(self._job_id, identity_of(os.getpid()) or {})
+            self._registry.set_supervisor(self._job_id, keeper_of("_supervise"))
             keeper = Keeper(self._registry, self._settings, self._job_id, "delegate_wrapper")
             while True:
                 job = self._registry.job(self._job_id)
                 if job.status in TERMINAL_STATUSES:
                     return Exit.OK
+                if job.delivery == "none" and can_deliver(job):   # its delegator died before it could
+                    hand_over(self._registry, self._settings, job)
                 if job.phase == "validating" and self._work_is_over(job):
                     self._validate(job)
                 keeper.tick()
@@ -3190,9 +3247,9 @@ class Supervisor:
             return ""
         if status is None:
             return None if unwanted() else "validation did not end within the job's %gs" % job.timeout_sec
-        with open(path, "rb") as output:
-            output.seek(max(0, os.path.getsize(path) - 4096))
-            lines = output.read().decode("utf-8", "replace").strip().splitlines()
+        with open(path, "rb") as written:
+            written.seek(max(0, os.path.getsize(path) - 4096))
+            lines = written.read().decode("utf-8", "replace").strip().splitlines()
         return "validation failed (exit status %d)%s" % (status, ": " + lines[-1][:1000] if lines else "")
 
     def _settle(self, job: Job, status: str, reason: Optional[str], detail: str, data: Dict[str, Any]) -> None:
@@ -3278,14 +3335,6 @@ def job_record(job: Job, prompt: str, show_secrets: bool = False) -> Dict[str, A
     return record_
 
 
-def last_life_s(job: Job, beat: Optional[Beat]) -> Optional[float]:
-    """Seconds since the last sign of life: a beat or any event."""
-    ages = [elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None,
-            elapsed_s(beat.touched_mono, beat.touched_at) if beat else None]
-    known = [age for age in ages if age is not None]
-    return min(known) if known else None
-
-
 def _ago(seconds: Optional[float]) -> str:
     return "-" if seconds is None else format_duration(seconds) + " ago"
 
@@ -3303,13 +3352,43 @@ def job_line(job: Job, beat: Optional[Beat]) -> str:
             elapsed_s(None, job.created_at) or 0), job.title[:48])
 
 
-def table(rows: Sequence[Sequence[str]], colour: bool) -> List[str]:
-    """Aligned columns; the first row is the heading."""
+def table(heading: Sequence[str], body: Sequence[Sequence[str]], colour: bool) -> List[str]:
+    """Aligned columns under a heading."""
+    rows = [heading, *body]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     if colour:
         lines[0] = "\x1b[2m%s\x1b[0m" % lines[0]
     return lines
+
+
+def silence_s(job: Job) -> Optional[float]:
+    """Seconds since the last event: how long ago the job progressed."""
+    return elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
+
+
+def last_life_s(job: Job, beat: Optional[Beat]) -> Optional[float]:
+    """Seconds since the last sign of life: a beat or any event."""
+    ages = [silence_s(job), elapsed_s(beat.touched_mono, beat.touched_at) if beat else None]
+    known = [age for age in ages if age is not None]
+    return min(known) if known else None
+
+
+def open_row(job: Job, beat: Optional[Beat]) -> Tuple[str, ...]:
+    asks = job.last_event == "permission_required"
+    status = "PERMISSION" if asks else job.phase or job.status
+    return (job.job_id, status, format_duration(elapsed_s(None, job.created_at) or 0),
+            _ago(last_life_s(job, beat)), _ago(silence_s(job)), job.agent_session, (job.detail or job.title)[:60])
+
+
+def took_s(job: Job) -> float:
+    """Seconds from a job's start, or its registration, to its end."""
+    return max(0.0, parse_utc(job.finished_at) - parse_utc(job.started_at or job.created_at))
+
+
+def ended_row(job: Job) -> Tuple[str, ...]:
+    return (job.job_id, status_word(job), _ago(elapsed_s(None, job.finished_at)), format_duration(took_s(job)),
+            job.agent_session, (job.detail or "")[:60])
 
 
 def overview(directory: str, broker: str, counts: Dict[str, int], open_jobs: Sequence[Job],
@@ -3318,43 +3397,30 @@ def overview(directory: str, broker: str, counts: Dict[str, int], open_jobs: Seq
     known = ", ".join("%d %s" % (counts[status], status) for status in STATUSES if counts.get(status))
     lines = ["mam %s  %s  %s" % (__version__, directory, broker), known or "no jobs yet", ""]
     if open_jobs:
-        rows = [("OPEN", "STATUS", "AGE", "ALIVE", "PROGRESS", "SESSION", "LAST WORD")]
-        for job in open_jobs:
-            progress = elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
-            word = job.last_event + ": " + (job.detail or "") if job.last_event == "permission_required" else (
-                job.detail or job.title)
-            rows.append((job.job_id, "PERMISSION" if job.last_event == "permission_required" else
-                         job.phase or job.status,
-                         format_duration(elapsed_s(None, job.created_at) or 0),
-                         _ago(last_life_s(job, beats.get(job.job_id))), _ago(progress), job.agent_session, word[:60]))
-        lines += table(rows, colour) + [""]
+        lines += table(("OPEN", "STATUS", "AGE", "ALIVE", "PROGRESS", "SESSION", "LAST WORD"),
+                       [open_row(job, beats.get(job.job_id)) for job in open_jobs], colour) + [""]
     if ends:
-        rows = [("ENDED", "HOW", "WHEN", "TOOK", "SESSION", "RESULT")]
-        for job in ends:
-            took = parse_utc(job.finished_at) - parse_utc(job.started_at or job.created_at)
-            rows.append((job.job_id, status_word(job), _ago(elapsed_s(None, job.finished_at)),
-                         format_duration(max(0.0, took)), job.agent_session, (job.detail or "")[:60]))
-        lines += table(rows, colour) + [""]
-    if not open_jobs and not ends:
-        lines += ["Delegate one:  mam delegate --agent-session exec:demo --exec 'claude -p' --stdin --prompt 'say hello'",
-                  ""]
+        lines += table(("ENDED", "HOW", "WHEN", "TOOK", "SESSION", "RESULT"), [ended_row(job) for job in ends],
+                       colour) + [""]
+    if not known:
+        lines += ["Delegate one:", "  mam delegate --agent-session exec:demo --exec 'claude -p' --stdin "
+                                   "--prompt 'say hello'", ""]
     return lines
 
 
 def overview_json(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
-    life, news = last_life_s(job, beat), elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
+    life, silence = last_life_s(job, beat), silence_s(job)
     return {"job_id": job.job_id, "status": job.status, "phase": job.phase, "reason": job.reason,
             "agent_session": job.agent_session, "title": job.title, "attempt_id": job.attempt_id,
             "created_at": job.created_at, "finished_at": job.finished_at, "last_event": job.last_event,
-            "last_event_at": job.last_event_at, "detail": job.detail,
-            "alive_s": None if life is None else round(life, 1), "progress_s": None if news is None else round(news, 1)}
+            "last_event_at": job.last_event_at, "detail": job.detail, "alive_s": life and round(life, 1),
+            "progress_s": silence and round(silence, 1)}
 
 
 def result_line(job: Job) -> str:
     """The last line of a delegation."""
-    took = parse_utc(job.finished_at) - parse_utc(job.started_at or job.created_at)
     return "RESULT job=%s %s after %s: %s" % (
-        job.job_id, status_word(job), format_duration(max(0.0, took)), job.detail or "")
+        job.job_id, status_word(job), format_duration(took_s(job)), job.detail or "")
 
 
 # ==============================================================================
@@ -3381,8 +3447,8 @@ def _dump(value: Any) -> None:
     _out(json.dumps(value, ensure_ascii=False, indent=2))
 
 
-def _wants_colour() -> bool:
-    return sys.stdout.isatty() and not load_settings().get("NO_COLOR")
+def _wants_colour(settings: Settings) -> bool:
+    return sys.stdout.isatty() and not settings.get("NO_COLOR")
 
 
 def _examples(parser: Any, *examples: str) -> None:
@@ -3406,12 +3472,17 @@ def _add_json(parser: Any) -> None:
 
 
 def _positive(text: str) -> float:
-    return parse_seconds(text, "--value")
+    import argparse
+    try:
+        return parse_seconds(text, "")
+    except MamError:
+        raise argparse.ArgumentTypeError("%r is not a positive number of seconds" % text) from None
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) < 1000000):
-        raise MamError("%r is not a number from 1 to 999999" % text, exit=Exit.USAGE, code="usage")
+    import argparse
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) < 100000000):
+        raise argparse.ArgumentTypeError("%r is not a positive whole number" % text)
     return int(text)
 
 
@@ -3510,7 +3581,7 @@ def _contract(args: Any, settings: Settings, prompt: str, workdir: str) -> Dict[
         "ack_timeout_sec": args.ack_timeout or settings.seconds("MAM_ACK_TIMEOUT_S", DEFAULT_ACK_TIMEOUT_S),
         "expected_artifacts": compact_json([check_artifact(path, workdir) for path in args.artifacts]),
         "job_type": "direct", "max_iterations": DEFAULT_MAX_ITERATIONS, "attempt_id": 1,
-        "transport": "remote" if session.startswith("remote:") else "herdr" if session.startswith("herdr:") else "local",
+        "transport": transport_of(session),
         "workdir": workdir, "wire": wire_of(settings, block), "prompt": prompt}
 
 
@@ -3578,7 +3649,8 @@ def cmd_delegate(args: Any) -> int:
     workdir = os.path.abspath(args.workdir or os.getcwd())
     prompt = _prompt_of(args) or ""
     record_ = _contract(args, settings, prompt, workdir)
-    record_.update(command=args.command, feed_stdin=int(args.stdin), validate_cmd=args.validate)
+    record_.update(command=args.command, feed_stdin=int(args.stdin), validate_cmd=args.validate,
+                   supervisor=keeper_of("delegate"))
     for name, text in (("--exec", args.command), ("--validate", args.validate)):
         if text is not None and ("\0" in text or not clean_encodable(text)):
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
@@ -3592,6 +3664,7 @@ def cmd_delegate(args: Any) -> int:
                 spawn_self(["_supervise", job.job_id], own_environment(settings), supervisor_log(registry))
                 _out(compact_json({"job_id": job.job_id}) if args.json else job.job_id)
                 return Exit.OK
+            ensure_supervisors(registry, settings)
             _say("job %s registered for %s; `mam watch %s` follows it from elsewhere" % (
                 job.job_id, job.agent_session, job.job_id))
             return _follow_delegated(registry, settings, job, args.json)
@@ -3601,7 +3674,7 @@ def cmd_delegate(args: Any) -> int:
 
 
 def _follow_delegated(registry: Registry, settings: Settings, job: Job, as_json: bool) -> int:
-    """Show a job's events to its end, keeping its clocks meanwhile; its result last."""
+    """Show the events of a job's attempt to its end, keeping its clocks meanwhile; its result last."""
     keeper = Keeper(registry, settings, job.job_id, "delegate_wrapper")
     next_look = [0.0]
 
@@ -3612,7 +3685,7 @@ def _follow_delegated(registry: Registry, settings: Settings, job: Job, as_json:
             next_look[0] = now + 0.5
             ensure_supervisor(registry, settings, job.job_id)
     with Registry(settings.registry_dir) as reading:     # one's own commits do not change data_version
-        follower = Follower(reading, [job.job_id])
+        follower = Follower(reading, [job.job_id], job.attempt_id)
         follow(follower, _emitter(as_json), lambda: follower.done, tick)
         ended = follower.ended()[0]
         _out(compact_json({"result": overview_json(ended, None)}) if as_json else result_line(ended))
@@ -3624,8 +3697,7 @@ def _leave(registry: Registry, settings: Settings, job_id: str, cancel: bool) ->
     job = registry.job(job_id)
     if job.status in TERMINAL_STATUSES:
         return
-    orphan = job.delivery == "none" and not job.agent_session.startswith("queue:")
-    if cancel or orphan:
+    if cancel or job.delivery == "none" and can_deliver(job):
         _cancel(registry, settings, job_id, "cancelled: the delegator was ended")
     else:
         _say("job %s goes on; `mam watch %s` follows it, `mam cancel %s` ends it" % (job_id, job_id, job_id))
@@ -3739,6 +3811,22 @@ def cmd_deliver(args: Any) -> int:
 # -- following -------------------------------------------------------------------------
 
 
+def _caretaker(settings: Settings, follower: Follower,
+               clock: Callable[[], Optional[str]] = lambda: None) -> Callable[[], Optional[str]]:
+    """A follower's tick: its own clock, and now and then a look whether a followed job was left alone."""
+    next_look = [0.0]
+
+    def tick() -> Optional[str]:
+        now = time.monotonic()
+        if now >= next_look[0]:
+            next_look[0] = now + CARE_S
+            with Registry(settings.registry_dir) as registry:
+                for job_id in set(registry.supervised_jobs()).intersection(follower.pending):
+                    ensure_supervisor(registry, settings, job_id)
+        return clock()
+    return tick
+
+
 def add_watch(parser: Any) -> None:
     _add_job(parser)
     parser.add_argument("--attempt-id", type=_count, metavar="N", help="only this attempt and later ones")
@@ -3753,7 +3841,7 @@ def cmd_watch(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         registry.job(job_id)
         follower = Follower(registry, [job_id], args.attempt_id)
-        follow(follower, _emitter(args.json), lambda: follower.done)
+        follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings, follower))
         ended = follower.ended()[0]
         if not args.json:
             _say(what_became(ended))
@@ -3779,21 +3867,20 @@ def cmd_wait(args: Any) -> int:
             registry.job(job_id)
         follower = Follower(registry, job_ids)
         patience = Patience(follower, args.timeout, {}, {})
-        shown: set = set()
+        shown: List[Job] = []
 
         def show_ends() -> bool:
-            for job in follower.ended():
-                if job.job_id not in shown and job.job_id not in follower.pending:
-                    shown.add(job.job_id)
-                    _out(compact_json(overview_json(job, None)) if args.json else "%s %s" % (
-                        job.job_id, status_word(job)))
-                    sys.stdout.flush()
+            for job in follower.take_ends():
+                shown.append(job)
+                _out(compact_json(overview_json(job, None)) if args.json else "%s %s" % (
+                    job.job_id, status_word(job)))
+                sys.stdout.flush()
             return bool(shown) if args.any else follower.done
-        why = follow(follower, lambda events: None, show_ends, patience.exhausted)
+        why = follow(follower, lambda events: None, show_ends, _caretaker(settings, follower, patience.exhausted))
         if why:
             _say(why)
             return Exit.TIMEOUT
-        return exit_of_all([job for job in follower.ended() if job.job_id in shown])
+        return exit_of_all(shown)
 
 
 def add_subscribe(parser: Any) -> None:
@@ -3831,7 +3918,8 @@ def cmd_subscribe(args: Any) -> int:
         for job in jobs:
             _out("SUBSCRIBED %s" % events_topic(job))
         sys.stdout.flush()
-        why = follow(follower, _emitter(args.json), lambda: follower.done, _subscriber_clock(args, follower, jobs))
+        why = follow(follower, _emitter(args.json), lambda: follower.done,
+                     _caretaker(settings, follower, _subscriber_clock(args, follower, jobs)))
         if why:
             _say(why)
             return Exit.TIMEOUT
@@ -3963,6 +4051,7 @@ def cmd_overview(args: Any) -> int:
     registry = _reading(settings)
     open_jobs, ends, beats, counts = [], [], {}, {}
     if registry:
+        ensure_supervisors(registry, settings)
         open_jobs, ends, counts = registry.open_jobs(), registry.last_ends(8), registry.counts()
         beats = registry.beats()
     if args.json:
@@ -3973,7 +4062,7 @@ def cmd_overview(args: Any) -> int:
     block = broker_block(settings)
     broker = "broker %(host)s:%(port)d" % block if block else "no broker"
     shown = open_jobs if len(open_jobs) <= 40 else open_jobs[-40:]
-    for line in overview(settings.registry_dir, broker, counts, shown, beats, ends, _wants_colour()):
+    for line in overview(settings.registry_dir, broker, counts, shown, beats, ends, _wants_colour(settings)):
         _out(line)
     if len(shown) < len(open_jobs):
         _out("(%d older open jobs: mam list)" % (len(open_jobs) - len(shown)))
@@ -4055,14 +4144,13 @@ def cmd_redispatch(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     job_id, prompt = _job_of(args), _prompt_of(args)
     with Registry(settings.registry_dir) as registry:
-        before = registry.job(job_id)
         answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt}, "operator")
         if not answer.committed:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="mam redispatch %s --force" % job_id)
         job = answer.job
-        kind = job.agent_session.partition(":")[0]
-        if not args.no_deliver and (kind == "tmux" or kind == "exec" and before.command):
+        if not args.no_deliver and can_deliver(job):
+            registry.set_supervisor(job_id, keeper_of("delegate"))
             job = hand_over(registry, settings, job)
         _try_delivery(registry, settings, job)
         _say("job %s is at attempt %d, for %s" % (job_id, job.attempt_id, job.agent_session))
@@ -4311,6 +4399,12 @@ def find_command(name: str) -> str:
                    hint="did you mean `mam %s`?" % near[0] if near else "`mam help` lists the commands")
 
 
+def _help_formatter(prog: str) -> Any:
+    """A fixed width: asking the terminal for its own costs an import of shutil at every start."""
+    import argparse
+    return argparse.RawDescriptionHelpFormatter(prog, width=110, max_help_position=30)
+
+
 def build_parser(name: str) -> Any:
     """The argument parser of one command."""
     import argparse
@@ -4320,7 +4414,7 @@ def build_parser(name: str) -> Any:
             raise MamError("%s: %s" % (name, message), exit=Exit.USAGE, code="usage", hint="mam %s --help" % name)
     command = COMMANDS[name]
     parser = Parser(prog="mam " + name, description=command.run.__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+                    formatter_class=_help_formatter)
     command.add(parser)
     parser.add_argument("--registry-dir", metavar="DIR", default=argparse.SUPPRESS,
                         help="the registry (default: MAM_REGISTRY_DIR, else .mam of the workspace)")
