@@ -1469,8 +1469,10 @@ class Registry:
             rows = self._execute(self._EVENT_SQL + "WHERE n > ? ORDER BY n LIMIT ?", (after, limit))
         return [Event._make(row) for row in rows]
 
-    def last_event_n(self) -> int:
-        return self._execute("SELECT coalesce(max(n), 0) FROM events")[0][0]
+    def before_first_event(self, job_ids: Sequence[str]) -> int:
+        """The key after which all that was logged about these jobs comes."""
+        firsts = [self._execute("SELECT min(n) FROM events WHERE job_id = ?", (job_id,))[0][0] for job_id in job_ids]
+        return min([n for n in firsts if n], default=1) - 1
 
     def beat(self, job_id: str) -> Optional[Beat]:
         rows = self._execute("SELECT %s FROM beats WHERE job_id = ?" % ", ".join(Beat._fields), (job_id,))
@@ -2392,8 +2394,9 @@ class Follower:
         self._registry = registry
         self._tracks = {job_id: _Track(job_id) for job_id in job_ids}
         self._attempt, self._token = attempt or 0, token
-        self._cursor = 0
+        self._cursor = registry.before_first_event(job_ids)
         self._version = -1
+        self._all_unknown = True                # nothing was read yet
         self._checked_path = time.monotonic()
         self._open = set(job_ids)
         self._fresh_ends: List[Job] = []        # not yet asked for by take_ends
@@ -2439,7 +2442,8 @@ class Follower:
 
     def _take_in(self, now: float, shown: List[Event]) -> None:
         only = next(iter(self._tracks)) if len(self._tracks) == 1 else None
-        changed = set(self._tracks) if self._cursor == 0 else set()
+        changed = set(self._tracks) if self._all_unknown else set()
+        self._all_unknown = False
         while True:
             batch = self._registry.events(only, self._cursor, 1000)
             for event in batch:
@@ -2545,6 +2549,13 @@ class Keeper:
         if now < self._next_look:
             return
         self._next_look = now + 0.25
+        try:
+            self._look(now)
+        except MamError as error:       # busy, or a full disk: the clocks are looked at again
+            if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
+                raise
+
+    def _look(self, now: float) -> None:
         job = self._registry.job(self._job_id)
         if job.status in TERMINAL_STATUSES:
             return
@@ -2580,6 +2591,8 @@ class Keeper:
         delivered = elapsed_s(job.delivered_mono, job.delivered_at)
         claimed = elapsed_s(job.claimed_mono, job.claimed_at)
         in_hand = claimed if delivered is None else delivered
+        if in_hand is None and job.started_at:      # a worker that took it without a claim
+            in_hand = elapsed_s(None, job.started_at)
         if in_hand is None:
             return None              # nobody has it yet: an unclaimed queue waits without a deadline
         if in_hand > job.timeout_sec:
@@ -4087,10 +4100,11 @@ def cmd_pick(args: Any) -> int:
     job = registry.pick(session) if registry else None
     if job is None or registry is None:
         return Exit.BROKER       # v4: no pending job for this session
-    if not args.json:
+    brief = write_brief(registry, job)
+    if args.json:
+        _dump({**worker_variables(registry, settings, job), "job_id": job.job_id, "brief": brief})
+    else:
         _out(job.job_id)
-        return Exit.OK
-    _dump({**worker_variables(registry, settings, job), "job_id": job.job_id, "brief": write_brief(registry, job)})
     return Exit.OK
 
 
