@@ -24,7 +24,8 @@ Map of this file (a section uses only those above it):
      8. Processes           identities, groups, starting ourselves (only subprocess, kill here)
      9. Transport           one MQTT connection (only paho here, imported inside)
     10. Publishing          record, then deliver what is owed
-    12. Following           read events in order, wait for ends, keep deadlines
+    11. Daemon              sends, takes in, beats, keeps every clock, takes over
+    12. Following           read events in order, wait for ends
     13. Running             _run: one command, its output, its exit, its events
     14. Sessions            handing a prompt to a tmux pane
     16. Delegation          deliver, validate, settle
@@ -110,6 +111,22 @@ SWEEP_BUDGET_S = 1.0                 # spent on what other jobs owe, after one's
 POLL_S = 0.01                        # a follower's look at data_version costs 2 us
 CARE_S = 2.0                         # followers look this often whether a job was left alone
 HOLE_WAIT_S = 2.0                    # readers wait this long for a missing number
+LOOK_S = 0.25                        # the daemon looks this often at the least: a wake can be lost
+TOUCH_S = 1.0                        # it touches its lock this often while its loop turns
+FRESH_S = 3.0                        # a lock touched longer ago belongs to a daemon that is stuck
+DAEMON_WAIT_S = 6.0                  # a publisher leaves an event to a connected daemon for this long
+IDLE_LEAVE_S = 3.0                   # with nothing to do for this long, the daemon leaves
+TAKEOVER_S = 2.0                     # it looks this often for dead supervisors
+DAEMON_WINDOW = 100                  # unacknowledged messages of the daemon on one connection
+JOB_BUDGET = 20                      # messages of one job in a row, so that a flood starves nobody
+REFUSED_TRIES = 4                    # refused credentials are tried again, in case the broker was starting
+REFUSED_PAUSE_S = 300.0              # and after that, seldom
+POISON_LOSSES = 3                    # a message alone on its way at so many losses is what kills the connection
+INBOX_BATCH = 200                    # messages taken in by one commit
+RESEND_AT_S = (0.0, 5.0, 30.0)       # when a hole in a remote job's numbers is asked for
+HOLE_GIVEN_UP_S = 60.0               # and when it is written down as a gap
+REPUBLISH_S = 86400.0                # a broker without memory gets the states of jobs that ended since
+LOG_CAP_BYTES = 1024 * 1024          # of daemon.log; the older half is kept as daemon.log.1
 TERM_GRACE_S = 5.0                   # between TERM and KILL of a command's group
 LINGER_S = 30.0                      # a command that published its own end may still tidy up
 
@@ -716,11 +733,11 @@ def topic_root(settings: Settings) -> str:
 def environment_of_work(settings: Settings, extra: Dict[str, str]) -> Dict[str, str]:
     """The environment of a delegated command: the user's own without what must not leak into it.
 
-    MQTT_* stay for now: the command's `mam publish` sends over its own connection.
+    With a broker password set, nothing of the broker: the daemon sends what the work publishes.
     """
+    hidden = ["SHIV_", "MAM_DISPATCH_SECRET"] + (["MQTT_"] if settings.get("MQTT_PASSWORD") else [])
     env = {name: value for name, value in os.environ.items()
-           if not name.startswith("SHIV_") and not name.startswith("MAM_DISPATCH_SECRET")
-           and name not in AGENT_VARIABLES}
+           if not name.startswith(tuple(hidden)) and name not in AGENT_VARIABLES}
     env.update(extra)
     return env
 
@@ -746,7 +763,7 @@ Job = namedtuple("Job", (
     "expected_artifacts last_seq job_type reviewer reviewer_session max_iterations iteration "
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
     "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
-    "detail parent_job workdir validate_cmd command feed_stdin wire delivery supervisor "
+    "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery supervisor "
     "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status"))
 JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
 ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
@@ -870,6 +887,12 @@ def decide(job: Job, request: str, expected: Expected = NO_OPINION, status: Opti
     if request == "completed" and owes_more(job):
         return Decision("commit", "", "running", owes_more(job))
     return Decision("commit", "", wanted, None)
+
+
+def can_deliver(job: Job) -> bool:
+    """Whether mam brings this job to its session itself (a queue's jobs are picked instead)."""
+    kind = job.agent_session.partition(":")[0]
+    return kind == "tmux" or kind == "exec" and bool(job.command)
 
 
 def exit_of(job: Job) -> int:
@@ -1004,11 +1027,34 @@ def verify(payload: Any, key: str) -> None:
 
 
 def open_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str, key: str) -> Dict[str, Any]:
+    """The payload of a message signed with `key`, or Rejected: accept_message() with one key for all."""
+    payload = _parsed_envelope(topic, raw, topic_prefix, kind)
+    verify(payload, key)
+    return _numbered(payload)
+
+
+def accept_message(topic: str, raw: bytes, topic_prefix: str, kind: str,
+                   keys: Dict[int, Tuple[str, str]]) -> Dict[str, Any]:
     """The payload of a message from the wire, or Rejected: the checks of DESIGN 7 in their order.
 
-    `kind` is `events` or `state`; `key` belongs to the attempt the payload names
-    (the caller picks it by `data.attempt_id`, which is covered by the signature).
+    `kind` is `events` or `state`; `keys` maps an attempt to its (dispatch token, key). The
+    attempt that picks the key is covered by the signature made with it.
     """
+    payload = _parsed_envelope(topic, raw, topic_prefix, kind)
+    data = payload["data"]
+    attempt = data.get("attempt_id")
+    if type(attempt) is not int or attempt not in keys:
+        raise Rejected("attempt", "attempt_id is %r" % (attempt,))
+    token, key = keys[attempt]
+    verify(payload, key)
+    if data.get("dispatch_token") != token:
+        raise Rejected("token", "the dispatch token is not that of attempt %d" % attempt)
+    intent_identity(data)
+    return _numbered(payload)
+
+
+def _parsed_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str) -> Dict[str, Any]:
+    """The checks that need no key: size, encoding, shape, version, topic, vocabulary."""
     try:
         payload = parse_json(raw)
     except BadJson as error:
@@ -1025,10 +1071,30 @@ def open_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str, key: str
         raise Rejected("vocabulary", "event is %r" % (payload.get("event"),))
     if not isinstance(payload.get("detail"), str) or not isinstance(payload.get("timestamp"), str):
         raise Rejected("shape", "detail or timestamp is no text")
-    verify(payload, key)
+    return payload
+
+
+def intent_identity(data: Dict[str, Any]) -> Optional[str]:
+    """What stays the same when a notification is published anew under another number; None without one."""
+    intent = data.get("notification_intent")
+    if intent is None:
+        return None
+    fields = [intent.get(name) for name in ("seq", "event", "timestamp")] if isinstance(intent, dict) else []
+    if not fields or not all(type(field) in (int, str) for field in fields):
+        raise Rejected("intent", "notification_intent has no stable identity")
+    return compact_json(fields)
+
+
+def _numbered(payload: Dict[str, Any]) -> Dict[str, Any]:
     if type(payload.get("seq")) is not int or payload["seq"] < 0:
         raise Rejected("seq", "seq is %r" % (payload.get("seq"),))
     return payload
+
+
+def unsigned_text(payload: Dict[str, Any]) -> str:
+    """A payload as the registry keeps it: canonical, without its signature."""
+    data = {name: value for name, value in payload["data"].items() if name != "hmac_sig"}
+    return canonical({**payload, "data": data}).decode("utf-8")
 
 
 def check_data(data: Any) -> Dict[str, Any]:
@@ -1093,7 +1159,7 @@ CREATE TABLE jobs(
   clear_owed INTEGER NOT NULL DEFAULT 0, claimed_at TEXT, claimed_mono TEXT,
   delivered_at TEXT, delivered_mono TEXT, started_at TEXT, finished_at TEXT,
   last_event TEXT, last_event_at TEXT, last_event_mono TEXT, detail TEXT, parent_job TEXT,
-  workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
+  subscribed_mono TEXT, workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
   wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', supervisor TEXT, prompt TEXT NOT NULL);
 CREATE INDEX jobs_pending ON jobs(agent_session, n) WHERE status = 'pending';
 CREATE INDEX jobs_status ON jobs(status, n);
@@ -1114,6 +1180,9 @@ CREATE INDEX events_owed ON events(job_id, n) WHERE owed = 1;
 CREATE TABLE beats(
   job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
   armed_at TEXT NOT NULL, armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
+CREATE TABLE intents(
+  job_id TEXT NOT NULL, identity TEXT NOT NULL, PRIMARY KEY(job_id, identity)) WITHOUT ROWID;
+CREATE TABLE senders(client_id TEXT PRIMARY KEY, broker TEXT NOT NULL, process TEXT NOT NULL);
 CREATE TABLE sessions(
   session TEXT PRIMARY KEY, kind TEXT NOT NULL, agent TEXT, status TEXT NOT NULL, pane TEXT, workdir TEXT,
   conversation TEXT, job_id TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, data TEXT);
@@ -1168,10 +1237,12 @@ def _give_to_owner(path: str) -> None:
 class FileLock:
     """An flock on a file that is made when needed. Released by close() or by the process's end."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _give_to_owner(path)
+    def __init__(self, path: str, descriptor: Optional[int] = None):
+        """`descriptor`: one that was handed over, locked, by whoever started this process."""
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _give_to_owner(path)
+        self.descriptor = descriptor
 
     def acquire(self, wait_s: float = 0.0) -> bool:
         """Take the lock within wait_s seconds. False means that somebody else holds it."""
@@ -1179,7 +1250,7 @@ class FileLock:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
                 if time.monotonic() >= deadline:
@@ -1187,7 +1258,7 @@ class FileLock:
                 time.sleep(0.005)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def __enter__(self) -> "FileLock":
         return self
@@ -1683,6 +1754,7 @@ class Registry:
             # From `sending` on the clocks run, so that a deliverer's death leaves no job without them.
             changes: Dict[str, Any] = {"delivery": after, "delivered_at": utc_now(), "delivered_mono": instant()}
             self._update_job(job, changes, visible=False)
+            self._log(job, "delivery", "delegate_wrapper", after, {})
             return True
 
     def claim_session(self, job: Job) -> Optional[str]:
@@ -1692,6 +1764,7 @@ class Registry:
             if other is None:
                 self._update_job(job, {"delivery": "sending", "delivered_at": utc_now(),
                                        "delivered_mono": instant()}, visible=False)
+                self._log(job, "delivery", "delegate_wrapper", "sending", {})
             return other
 
     def adopt_run(self, job_id: str, attempt: int, run: Dict[str, Any]) -> bool:
@@ -1720,16 +1793,10 @@ class Registry:
             self._log(job, "exited", "_run", "exit status %s" % exit_status, {"exit_status": exit_status},
                       job.attempt_id)
 
-    def set_supervisor(self, job_id: str, keeper: str) -> None:
-        """Note who keeps an open job's clocks."""
+    def set_supervisor(self, job_id: str, keeper: Optional[str]) -> None:
+        """Note who carries an open job; None for nobody."""
         with self.write():
             self._execute("UPDATE jobs SET supervisor = ? WHERE job_id = ?", (keeper, job_id))
-
-    def supervised_jobs(self) -> List[str]:
-        """Open jobs that somebody has undertaken to carry to their end."""
-        return [row[0] for row in self._execute(
-            "SELECT job_id FROM jobs WHERE status IN ('pending', 'running') "
-            "AND (supervisor IS NOT NULL OR phase IS NOT NULL) ORDER BY n")]
 
     # -- beats ----------------------------------------------------------------------------
 
@@ -1761,33 +1828,261 @@ class Registry:
             self._execute("UPDATE events SET owed = 1 WHERE job_id = ? AND seq IS NOT NULL "
                           "AND attempt_id = (SELECT attempt_id FROM jobs WHERE job_id = ?)", (job_id, job_id))
 
-    def owed_events(self, job_id: str, limit: int) -> List[Event]:
+    def owed_events(self, job_id: str, limit: int, after: int = 0) -> List[Event]:
         """What was recorded and not yet acknowledged by the broker, in order."""
-        rows = self._execute(self._EVENT_SQL + "WHERE job_id = ? AND owed = 1 ORDER BY n LIMIT ?", (job_id, limit))
+        rows = self._execute(self._EVENT_SQL + "WHERE job_id = ? AND owed = 1 AND n > ? ORDER BY n LIMIT ?",
+                             (job_id, after, limit))
         return [Event._make(row) for row in rows]
 
     def owes(self, job_id: str) -> bool:
         """Whether anything of this job is owed to its broker: events, a state, a clearing."""
         return bool(self._execute(
             "SELECT 1 FROM events WHERE job_id = ? AND owed = 1 UNION ALL SELECT 1 FROM jobs "
-            "WHERE job_id = ? AND wire IS NOT NULL AND last_seq > 0 AND (state_sent < state_rev OR clear_owed) "
+            "WHERE job_id = ? AND wire IS NOT NULL AND transport <> 'remote' AND last_seq > 0 "
+            "AND (state_sent < state_rev OR clear_owed) "
             "LIMIT 1", (job_id, job_id)))
+
+    def is_owed(self, n: int) -> bool:
+        return bool(self._execute("SELECT 1 FROM events WHERE n = ? AND owed = 1", (n,)))
+
+    def count_owed(self) -> Tuple[int, int]:
+        """(events owed, jobs whose state is owed)."""
+        return (self._execute("SELECT count(*) FROM events WHERE owed = 1")[0][0],
+                self._execute("SELECT count(*) FROM jobs WHERE wire IS NOT NULL AND transport <> 'remote' "
+                              "AND (state_sent < state_rev OR clear_owed) AND last_seq > 0")[0][0])
 
     def jobs_owing(self, limit: int) -> List[str]:
         return [row[0] for row in self._execute(
             "SELECT DISTINCT job_id FROM events WHERE owed = 1 UNION SELECT job_id FROM jobs "
-            "WHERE wire IS NOT NULL AND (state_sent < state_rev OR clear_owed) AND last_seq > 0 LIMIT ?", (limit,))]
+            "WHERE wire IS NOT NULL AND (state_sent < state_rev OR clear_owed) AND last_seq > 0 "
+            "AND transport <> 'remote' LIMIT ?", (limit,))]
 
-    def mark_sent(self, events: Sequence[int] = (), state: Optional[Tuple[str, int]] = None,
-                  cleared: Optional[str] = None) -> None:
-        """Note what a broker acknowledged. Losing this note sends it again, so it need not be durable."""
+    def mark_sent(self, events: Sequence[Event] = (), states: Sequence[Tuple[str, int]] = (),
+                  cleared: Sequence[str] = ()) -> None:
+        """Note what a broker acknowledged. Losing this note sends it again, so it need not be durable.
+
+        An acknowledgement can come late: a state older than one that somebody else has sent since,
+        or the last event of an attempt that is over, may now be what the broker retains. Both
+        are owed again as they should be.
+        """
         with self.write(durable=False):
-            for n in events:
-                self._execute("UPDATE events SET owed = 0, delivered_at = ? WHERE n = ?", (utc_now(), n))
-            if state:
-                self._execute("UPDATE jobs SET state_sent = max(state_sent, ?) WHERE job_id = ?", (state[1], state[0]))
-            if cleared:
-                self._execute("UPDATE jobs SET clear_owed = 0 WHERE job_id = ?", (cleared,))
+            now = utc_now()
+            for event in events:
+                self._execute("UPDATE events SET owed = 0, delivered_at = ? WHERE n = ?", (now, event.n))
+                if event.event in TERMINAL_EVENTS:
+                    self._execute("UPDATE jobs SET clear_owed = 1 WHERE job_id = ? AND attempt_id <> ?",
+                                  (event.job_id, event.attempt_id))
+            for job_id, revision in states:
+                self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ? AND state_sent > ?",
+                              (job_id, revision))
+                self._execute("UPDATE jobs SET state_sent = max(state_sent, ?) WHERE job_id = ?", (revision, job_id))
+            for job_id in cleared:
+                self._execute("UPDATE jobs SET clear_owed = 0 WHERE job_id = ?", (job_id,))
+
+    def unsend(self, job_id: str) -> None:
+        """Owe the state again: an older one may still reach the broker over a connection that was lost."""
+        with self.write(durable=False):
+            self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ?", (job_id,))
+
+    def last_sent_state(self) -> Optional[Job]:
+        """The job whose state was sent last and has not changed since: what a broker with a memory retains."""
+        found = self._jobs("WHERE j.wire IS NOT NULL AND j.state_sent = j.state_rev AND j.last_seq > 0 "
+                           "ORDER BY j.updated_at DESC, j.n DESC LIMIT 1")
+        return found[0] if found else None
+
+    def owe_retained_again(self, since: str) -> None:
+        """Owe what a broker should retain: states of open jobs and of those ended since, and their last events."""
+        with self.write():
+            where = "wire IS NOT NULL AND last_seq > 0 AND (finished_at IS NULL OR finished_at >= ?)"
+            self._execute("UPDATE events SET owed = 1 WHERE n IN (SELECT max(e.n) FROM events e JOIN jobs j "
+                          "ON j.job_id = e.job_id AND j.attempt_id = e.attempt_id WHERE e.seq IS NOT NULL "
+                          "AND j.finished_at >= ? AND j.wire IS NOT NULL AND j.transport <> 'remote' "
+                          "GROUP BY e.job_id)", (since,))
+            self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE transport <> 'remote' AND " + where,
+                          (since,))
+
+    # -- senders: whose connections may still hold bytes -------------------------------------
+
+    def add_sender(self, client_id: str, broker: str, process: Any) -> None:
+        with self.write(durable=False):
+            self._execute("INSERT OR REPLACE INTO senders VALUES(?, ?, ?)", (client_id, broker, compact_json(process)))
+
+    def drop_sender(self, client_id: str) -> None:
+        with self.write(durable=False):
+            self._execute("DELETE FROM senders WHERE client_id = ?", (client_id,))
+
+    def senders(self, broker: str) -> List[Tuple[str, str]]:
+        """(client id, process) of every connection to a broker that was opened and not closed in order."""
+        rows = self._execute("SELECT client_id, process FROM senders WHERE broker = ?", (broker,))
+        return [(row[0], row[1]) for row in rows]
+
+    # -- the daemon's own notes --------------------------------------------------------------
+
+    def meta(self, key: str) -> Optional[str]:
+        rows = self._execute("SELECT value FROM meta WHERE key = ?", (key,))
+        return rows[0][0] if rows else None
+
+    def set_meta(self, key: str, value: Optional[str]) -> None:
+        with self.write(durable=False):
+            if value is None:
+                self._execute("DELETE FROM meta WHERE key = ?", (key,))
+            else:
+                self._execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))
+
+    def changed_jobs(self, after: int) -> Tuple[int, List[str]]:
+        """(the last key of the log, the jobs with lines after key `after`)."""
+        rows = self._execute("SELECT job_id, max(n) FROM events WHERE n > ? GROUP BY job_id", (after,))
+        return max([row[1] for row in rows], default=after), [row[0] for row in rows]
+
+    def has_work(self, wired: bool) -> bool:
+        """Whether a daemon is needed: an open job that somebody has in hand, a beat, or (with a broker) a debt."""
+        if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
+                         "AND (delivery <> 'none' OR claimed_at IS NOT NULL OR started_at IS NOT NULL "
+                         "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
+            return True
+        return wired and bool(self.jobs_owing(1))
+
+    def beat_for(self, due: Sequence[Beat], on_wire: Callable[[str], bool]) -> None:
+        """Give signs of life for living workers, in one transaction that refuses ended attempts.
+
+        With a wire that is up and owes nothing a beat is also a progress event. It replaces its
+        delivered predecessor; `data.since` names the last event before the beats, so the numbers
+        that are gone with it are no hole.
+        """
+        with self.write():
+            for beat in due:
+                self._execute("UPDATE beats SET touched_at = ?, touched_mono = ? WHERE job_id = ? AND attempt_id = ?",
+                              (utc_now(), instant(), beat.job_id, beat.attempt_id))
+                job = self.job(beat.job_id)
+                if job.wire and job.outcome is None and job.attempt_id == beat.attempt_id \
+                        and job.status == "running" and on_wire(job.job_id):
+                    self._beat_event(job)
+
+    def _beat_event(self, job: Job) -> None:
+        since = self._execute("SELECT coalesce(max(seq), 0) FROM events WHERE job_id = ? AND seq IS NOT NULL "
+                              "AND source <> 'beat'", (job.job_id,))[0][0]
+        event = self._append_event(job, "progress", "beat", "heartbeat", {"since": since})
+        self._execute("DELETE FROM events WHERE job_id = ? AND attempt_id = ? AND source = 'beat' AND owed = 0 "
+                      "AND seq > ? AND n < ?", (job.job_id, job.attempt_id, since, event.n))
+        self._update_job(job, {"last_seq": event.seq})
+
+    # -- the inbox ----------------------------------------------------------------------------
+
+    def open_remote_jobs(self) -> List[Job]:
+        return self._jobs("WHERE j.status IN ('pending', 'running') AND j.transport = 'remote' "
+                          "AND j.wire IS NOT NULL ORDER BY j.n")
+
+    def attempt_keys(self, job_id: str) -> Dict[int, Tuple[str, str]]:
+        """(dispatch token, signing key) of every attempt of a job."""
+        return {row[0]: (row[1], row[2]) for row in self._execute(
+            "SELECT attempt_id, dispatch_token, auth_token FROM attempts WHERE job_id = ?", (job_id,))}
+
+    def mark_subscribed(self, job_ids: Optional[Sequence[str]], moment: Optional[str]) -> None:
+        """Note since when jobs' topics are subscribed; None for all that are, None for no longer."""
+        with self.write(durable=False):
+            if job_ids is None:
+                self._execute("UPDATE jobs SET subscribed_mono = ? WHERE subscribed_mono IS NOT NULL", (moment,))
+            for job_id in job_ids or ():
+                self._execute("UPDATE jobs SET subscribed_mono = ? WHERE job_id = ?", (moment, job_id))
+
+    def take_in(self, messages: Sequence[Dict[str, Any]]) -> List[str]:
+        """Store verified events of remote jobs with the transitions they cause, in one transaction.
+
+        Answers a word for each: accepted, filled (a hole), duplicate, replayed, late, conflict.
+        """
+        with self.write():
+            return [self._take_in_event(payload) for payload in messages]
+
+    def _take_in_event(self, payload: Dict[str, Any]) -> str:
+        job, data, text = self.job(payload["job_id"]), payload["data"], unsigned_text(payload)
+        attempt, seq = data["attempt_id"], payload["seq"]
+        known = self._execute("SELECT payload, source, n FROM events WHERE job_id = ? AND attempt_id = ? AND seq = ?",
+                              (job.job_id, attempt, seq))
+        if known and known[0][1] == "state":       # the event behind a state that was taken in before it
+            self._execute("UPDATE events SET payload = ?, source = 'remote', detail = ?, event = ? WHERE n = ?",
+                          (text, clean_text(payload["detail"]), payload["event"], known[0][2]))
+            return "filled"
+        if known and known[0][0] == text:
+            return "duplicate"
+        if known:
+            self._log(job, "conflict", "remote", "two different events with number %d" % seq, {"payload": payload},
+                      attempt)
+            return "conflict"
+        identity = intent_identity(data)
+        if identity and self._execute("SELECT 1 FROM intents WHERE job_id = ? AND identity = ?",
+                                      (job.job_id, identity)):
+            return "replayed"
+        decision = decide(job, payload["event"], Expected(None, attempt, data["dispatch_token"], None))
+        fills = attempt == job.attempt_id and seq < job.last_seq
+        if decision.verdict != "commit" and not fills:
+            self._log(job, "late", "remote", payload["detail"],
+                      {"source_event": payload["event"], "reason": decision.reason, "data": data, "seq": seq}, attempt)
+            return "late"
+        if identity:
+            self._execute("INSERT OR IGNORE INTO intents VALUES(?, ?)", (job.job_id, identity))
+        self._insert_remote(job, payload, text, "remote")
+        if fills and payload["event"] not in TERMINAL_EVENTS:
+            return "filled"
+        if decision.verdict == "commit":
+            self._apply_remote(job, payload, decision)
+        return "accepted"
+
+    def _insert_remote(self, job: Job, payload: Dict[str, Any], text: str, source: str) -> None:
+        self._execute(
+            "INSERT INTO events(job_id, attempt_id, seq, event, source, timestamp, logged_at, detail, payload, "
+            "delivered_at) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (job.job_id, payload["data"]["attempt_id"], payload["seq"], payload["event"], source,
+             clean_text(payload["timestamp"])[:40], utc_now(True), clean_text(payload["detail"]), text, utc_now()))
+
+    def _apply_remote(self, job: Job, payload: Dict[str, Any], decision: Decision) -> None:
+        now, is_beat = utc_now(), payload["detail"] == "heartbeat" and "since" in payload["data"]
+        changes: Dict[str, Any] = {
+            "status": decision.status, "phase": decision.phase, "transition_seq": job.transition_seq + 1,
+            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now}
+        if is_beat:
+            self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
+                          (job.job_id, job.attempt_id, job.heartbeat_sec, now, instant(), now, instant()))
+        else:
+            changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=instant(),
+                           detail=clean_text(payload["detail"]))
+        if decision.status in TERMINAL_STATUSES:
+            reason = payload["data"].get("reason")
+            changes.update(finished_at=now, reason=reason if isinstance(reason, str) and is_name(reason) else None)
+        if decision.status in TERMINAL_STATUSES or decision.phase:
+            self._end_attempt(job, payload["event"])
+        self._update_job(job, changes)
+        if decision.status != job.status or decision.phase != job.phase:
+            self._log(job, "status_changed", "remote", decision.status, {
+                "from": job.status, "to": decision.status, "by": "remote", "phase": decision.phase})
+
+    def take_in_state(self, payload: Dict[str, Any]) -> str:
+        """A retained state whose own event did not come: its end counts, and so does its news as life."""
+        with self.write():
+            job = self.job(payload["job_id"])
+            if payload["data"]["attempt_id"] != job.attempt_id or payload["seq"] <= job.last_seq:
+                return "old_state"
+            event = payload.get("last_event")
+            if payload.get("status") in ("completed", "error") and event in TERMINAL_EVENTS:
+                decision = decide(job, event, Expected(None, job.attempt_id, None, None))
+                if decision.verdict == "commit":
+                    as_event = {**payload, "event": event}
+                    self._insert_remote(job, as_event, unsigned_text(as_event), "state")
+                    self._apply_remote(job, as_event, decision)
+                    return "accepted"
+            self._execute("UPDATE jobs SET last_event_mono = ? WHERE job_id = ? AND last_event_mono IS NOT NULL",
+                          (instant(), job.job_id))
+            return "state_is_life"
+
+    def missing_numbers(self, job: Job) -> Optional[int]:
+        """The first number that is missing in the log of a job's current attempt; None if none is."""
+        rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq IS NOT NULL "
+                             "ORDER BY seq", (job.job_id, job.attempt_id))
+        expected = job.seq_base + 1
+        for seq, payload in rows:
+            if seq != expected and not only_beats_between(payload, expected - 1):
+                return expected
+            expected = seq + 1
+        return None
 
     # -- v4 ---------------------------------------------------------------------------------
 
@@ -1832,6 +2127,15 @@ class _Transaction:
                 registry._execute("PRAGMA synchronous=FULL")
         if kind is None:
             registry._checkpoint()
+
+
+def only_beats_between(payload: str, last_seq: int) -> bool:
+    """Whether a stored event says that all between number last_seq and itself were beats it replaced."""
+    if '"since":' not in payload:
+        return False
+    import json
+    since = json.loads(payload)["data"].get("since")
+    return type(since) is int and since <= last_seq
 
 
 def title_of(prompt: str) -> str:
@@ -1977,14 +2281,16 @@ def self_command() -> List[str]:
     return [sys.executable or "python3", SELF_PATH]
 
 
-def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str) -> Any:
+def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str, pass_fds: Sequence[int] = ()) -> Any:
     """Start mam detached, in a session of its own; its stderr goes to a file. A Popen."""
     import subprocess
+    if os.path.exists(log_path) and os.path.getsize(log_path) > LOG_CAP_BYTES:
+        os.replace(log_path, log_path + ".1")
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with open(descriptor, "ab") as log:
         return subprocess.Popen(self_command() + list(arguments), stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL, stderr=log, env=env, cwd="/",
-                                start_new_session=True, close_fds=True)
+                                start_new_session=True, close_fds=True, pass_fds=pass_fds)
 
 
 def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: float = 30.0) -> Tuple[int, str, str]:
@@ -2121,49 +2427,69 @@ def _tls_context(broker: Broker) -> Any:
 
 
 class Connection:
-    """A connected MQTT 3.1.1 client that publishes with QoS 1 and knows what was acknowledged."""
+    """A connected MQTT 3.1.1 client: QoS 1, clean session, knows what was acknowledged."""
 
-    def __init__(self, broker: Broker):
-        """Connect and wait for CONNACK; BrokerError if that fails within CONNACK_TIMEOUT_S."""
+    def __init__(self, broker: Broker, client_id: str = "", window: int = SEND_WINDOW):
+        """Connect and wait for CONNACK; BrokerError if that fails within CONNACK_TIMEOUT_S.
+
+        `client_id` is random unless the session of a dead sender is to be taken over.
+        """
         try:
             import paho.mqtt.client as mqtt
         except ImportError:
             raise BrokerError("paho-mqtt is not installed: use mam.pyz, or pip install paho-mqtt", final=True) from None
-        self._broker = broker
+        self.broker = broker
+        self.client_id = client_id or new_client_id(broker)
+        self.received: List[Tuple[str, bytes, bool]] = []      # (topic, payload, retained), not yet taken
         self._acked: set = set()
+        self._granted: Dict[int, bool] = {}                    # SUBSCRIBE's mid: whether all was granted
         self._connack: Any = None
-        client_id = "%s-%s" % (broker.client_id_prefix[:32], random_hex(16))
-        self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=client_id, clean_session=True,
+        self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=self.client_id, clean_session=True,
                                    protocol=mqtt.MQTTv311, reconnect_on_failure=False)
         self._client.connect_timeout = TCP_TIMEOUT_S
+        self._client.max_inflight_messages_set(window)
         self._client.on_connect = self._on_connect
         self._client.on_publish = self._on_publish
+        self._client.on_subscribe = self._on_subscribe
+        self._client.on_message = self._on_message
         if broker.username:
             self._client.username_pw_set(broker.username, broker.password or None)
         if broker.tls:
             self._client.tls_set_context(_tls_context(broker))
         self._connect()
 
-    # These run inside _loop, in this thread, and only note what happened.
+    # Callbacks run inside pump(), in its thread, and only note what happened.
     def _on_connect(self, _client: Any, _userdata: Any, _flags: Any, reason_code: Any, _properties: Any) -> None:
         self._connack = reason_code
 
     def _on_publish(self, _client: Any, _userdata: Any, mid: int, _reason_code: Any, _properties: Any) -> None:
         self._acked.add(mid)
 
+    def _on_subscribe(self, _client: Any, _userdata: Any, mid: int, codes: Any, _properties: Any) -> None:
+        self._granted[mid] = not any(code.is_failure for code in codes)
+
+    def _on_message(self, _client: Any, _userdata: Any, message: Any) -> None:
+        try:
+            topic = message.topic
+        except UnicodeDecodeError:      # a topic that is not UTF-8 can be none of ours
+            topic = ""
+        self.received.append((topic, message.payload, bool(message.retain)))
+
     def _address(self) -> str:
-        return "%s:%d" % (self._broker.host, self._broker.port)
+        return "%s:%d" % (self.broker.host, self.broker.port)
 
     def _connect(self) -> None:
         deadline = time.monotonic() + CONNACK_TIMEOUT_S
         try:
-            self._client.connect(self._broker.host, self._broker.port, self._broker.keepalive_s)
+            self._client.connect(self.broker.host, self.broker.port, self.broker.keepalive_s)
         except (OSError, ValueError) as error:     # ValueError: an impossible host name (UnicodeError)
-            final = type(error).__name__ in ("SSLCertVerificationError", "UnicodeError", "ValueError")
+            final = type(error).__name__ == "SSLCertVerificationError" or isinstance(error, ValueError)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise BrokerError("cannot connect to %s: %s" % (self._address(), reason), final) from None
         while self._connack is None:
-            self._loop(deadline, "no answer to CONNECT from %s within %ds" % (self._address(), CONNACK_TIMEOUT_S))
+            self.pump(deadline - time.monotonic())
+            if time.monotonic() > deadline:
+                raise BrokerError("no answer to CONNECT from %s within %ds" % (self._address(), CONNACK_TIMEOUT_S))
         if self._connack.is_failure:
             name = str(self._connack)
             refused = name in ("Not authorized", "Bad user name or password")
@@ -2172,39 +2498,66 @@ class Connection:
                 self._address(), name) if refused else "the broker %s refused the connection (%s)" % (
                     self._address(), name), final=refused)
 
-    def _loop(self, deadline: float, late: str) -> None:
-        """Let the client work once; BrokerError when the connection is lost or the deadline has passed."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise BrokerError(late)
+    def pump(self, wait_s: float) -> None:
+        """Let the client read, write and keep alive, waiting up to wait_s; BrokerError once the connection is lost."""
         try:
-            code = self._client.loop(min(left, 0.5))
+            code = self._client.loop(max(0.0, min(wait_s, 0.5)))
         except (OSError, ValueError) as error:
             raise BrokerError("the connection to %s broke: %s" % (self._address(), error)) from None
         if code != 0 and self._connack is None:
             raise BrokerError("%s closed the connection before answering CONNECT" % self._address())
-        if code != 0 and not (self._connack and self._connack.is_failure):
+        if code != 0 and not self._connack.is_failure:
             raise BrokerError("the connection to %s was lost" % self._address())
 
+    def socket(self) -> Any:
+        """What becomes readable when the broker has something for us."""
+        return self._client.socket()
+
+    def wants_write(self) -> bool:
+        return self._client.want_write()
+
+    def post(self, topic: str, payload: bytes, retain: bool) -> int:
+        """Send with QoS 1 and do not wait; the message's id comes back from take_acks()."""
+        info = self._client.publish(topic, payload, qos=1, retain=retain)
+        if info.rc != 0:
+            raise BrokerError("the connection to %s was lost" % self._address())
+        return int(info.mid)
+
+    def take_acks(self) -> set:
+        """The ids acknowledged since the last call."""
+        acks, self._acked = self._acked, set()
+        return acks
+
+    def subscribe(self, topics: Sequence[str]) -> int:
+        """Ask for topics with QoS 1; granted() tells the answer to the id."""
+        code, mid = self._client.subscribe([(topic, 1) for topic in topics])
+        if code != 0:
+            raise BrokerError("the connection to %s was lost" % self._address())
+        return int(mid or 0)
+
+    def granted(self, mid: int) -> Optional[bool]:
+        """Whether the broker granted a subscription in full; None while it has not answered."""
+        return self._granted.get(mid)
+
+    def unsubscribe(self, topics: Sequence[str]) -> None:
+        self._client.unsubscribe(list(topics))
+
     def publish(self, messages: Sequence[Tuple[str, bytes, bool]]) -> None:
-        """Send (topic, payload, retain) in order with QoS 1 and wait until each is acknowledged.
+        """Send (topic, payload, retain) in order and wait until each is acknowledged.
 
         BrokerError when an acknowledgement is missing for PUBACK_TIMEOUT_S: some may have
         arrived; sending them again is harmless, for they are the same bytes.
         """
-        waiting = set()
-        for topic, payload, retain in messages:
-            info = self._client.publish(topic, payload, qos=1, retain=retain)
-            if info.rc != 0:
-                raise BrokerError("the connection to %s was lost" % self._address())
-            waiting.add(info.mid)
+        waiting = {self.post(*message) for message in messages}
         deadline = time.monotonic() + PUBACK_TIMEOUT_S
-        while not waiting <= self._acked:
-            before = len(self._acked)
-            self._loop(deadline, "%s did not acknowledge within %ds" % (self._address(), PUBACK_TIMEOUT_S))
-            if len(self._acked) > before:
+        while waiting:
+            self.pump(deadline - time.monotonic())
+            acks = self.take_acks()
+            waiting -= acks
+            if acks:
                 deadline = time.monotonic() + PUBACK_TIMEOUT_S
-        self._acked -= waiting
+            elif time.monotonic() > deadline:
+                raise BrokerError("%s did not acknowledge within %ds" % (self._address(), PUBACK_TIMEOUT_S))
 
     def close(self) -> None:
         """Say goodbye if the broker still listens; never waits."""
@@ -2214,11 +2567,9 @@ class Connection:
         except (OSError, ValueError):
             pass   # it is over either way
 
-    def __enter__(self) -> "Connection":
-        return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
+def new_client_id(broker: Broker) -> str:
+    return "%s-%s" % (broker.client_id_prefix[:32], random_hex(16))
 
 
 # ==============================================================================
@@ -2249,6 +2600,39 @@ def _job_lock(registry: Registry, job_id: str) -> FileLock:
     return FileLock(os.path.join(folder, job_id))
 
 
+def broker_address(broker: Broker) -> str:
+    return "%s:%d" % (broker.host, broker.port)
+
+
+def open_sender(registry: Registry, broker: Broker, client_id: str = "", window: int = SEND_WINDOW) -> Connection:
+    """A connection whose name stands in the registry before its first byte leaves.
+
+    Bytes of a sender that died may still sit in a stalled connection and would arrive, older,
+    behind ours. A broker ends a session when its client id connects again: so the dead one's
+    id is taken over, and what it left on the way can arrive no more.
+    """
+    import json
+    address = broker_address(broker)
+    dead = [name for name, process in registry.senders(address)
+            if name != client_id and is_alive(json.loads(process)) is False]
+    client_id = client_id or (dead.pop() if dead else new_client_id(broker))
+    registry.add_sender(client_id, address, identity_of(os.getpid()))
+    try:
+        for name in dead:
+            Connection(broker, name).close()
+            registry.drop_sender(name)
+        return Connection(broker, client_id, window)
+    except BrokerError:
+        registry.drop_sender(client_id)      # nothing of ours was sent yet
+        raise
+
+
+def close_sender(registry: Registry, connection: Connection) -> None:
+    """End a connection on which nothing is on its way any more."""
+    connection.close()
+    registry.drop_sender(connection.client_id)
+
+
 def _send_owed(registry: Registry, connection: Connection, job_id: str) -> None:
     """Send what a job owes: a clearing, its events in order, then its state as it is by then.
 
@@ -2259,19 +2643,19 @@ def _send_owed(registry: Registry, connection: Connection, job_id: str) -> None:
         job = registry.job(job_id)
         if job.clear_owed:
             connection.publish([(events_topic(job), b"", True)])
-            registry.mark_sent(cleared=job_id)
+            registry.mark_sent(cleared=[job_id])
         events = registry.owed_events(job_id, SEND_WINDOW)
         if events:
-            connection.publish([_event_message(registry, job, event) for event in events])
-            registry.mark_sent(events=[event.n for event in events])
-        elif job.last_seq and job.state_sent < job.state_rev:
-            connection.publish([(state_topic(job), sign(state_payload(job), job.auth_token), True)])
-            registry.mark_sent(state=(job_id, job.state_rev))
+            connection.publish([event_message(registry, job, event) for event in events])
+            registry.mark_sent(events=events)
+        elif job.last_seq and job.state_sent < job.state_rev and job.transport != "remote":
+            connection.publish([state_message(job)])
+            registry.mark_sent(states=[(job_id, job.state_rev)])
         else:
             return
 
 
-def _event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, bytes, bool]:
+def event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, bytes, bool]:
     """A recorded event as it is published: retained only if it ends the job."""
     import json
     payload = json.loads(event.payload)
@@ -2281,9 +2665,13 @@ def _event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, byt
     return events_topic(job), sign(payload, key or ""), retain
 
 
+def state_message(job: Job) -> Tuple[str, bytes, bool]:
+    return state_topic(job), sign(state_payload(job), job.auth_token), True
+
+
 def deliver(registry: Registry, settings: Settings, job_id: str, attempts: int = 3,
             sweep: bool = False) -> Delivery:
-    """Bring what a job owes to its broker, over a connection of its own (DESIGN 8).
+    """Bring what a job owes to its broker, over a connection of our own (DESIGN 8).
 
     Tries `attempts` times with back-off. Sends by one process at a time per job: whoever
     waited for the lock and finds nothing owed any more is done without a connection.
@@ -2296,17 +2684,19 @@ def deliver(registry: Registry, settings: Settings, job_id: str, attempts: int =
         return Delivery(False, error.message)
     if broker is None:
         return Delivery(not registry.owes(job_id), "no broker is set here (MQTT_BROKER)")
-    why = ""
+    why, client_id = "", ""
     for attempt in range(1, attempts + 1):
         with _job_lock(registry, job_id) as lock:
             lock.acquire(JOB_LOCK_WAIT_S)   # a stopped holder must not silence everybody else: go on without
             if not registry.owes(job_id):
                 return Delivery(True, "")
             try:
-                with Connection(broker) as connection:
-                    _send_owed(registry, connection, job_id)
-                    if sweep:
-                        _sweep(registry, settings, connection, broker, job_id)
+                connection = open_sender(registry, broker, client_id)
+                client_id = connection.client_id       # a next try takes over what this one left on its way
+                _send_owed(registry, connection, job_id)
+                if sweep:
+                    _sweep(registry, settings, connection, job_id)
+                close_sender(registry, connection)
                 return Delivery(True, "")
             except BrokerError as error:
                 why = error.why
@@ -2317,7 +2707,7 @@ def deliver(registry: Registry, settings: Settings, job_id: str, attempts: int =
     return Delivery(not registry.owes(job_id), why)
 
 
-def _sweep(registry: Registry, settings: Settings, connection: Connection, broker: Broker, but: str) -> None:
+def _sweep(registry: Registry, settings: Settings, connection: Connection, but: str) -> None:
     """Send what other jobs owe to the same broker, for a short while; the rest keeps for the next."""
     deadline = time.monotonic() + SWEEP_BUDGET_S
     for job_id in registry.jobs_owing(200):
@@ -2326,11 +2716,8 @@ def _sweep(registry: Registry, settings: Settings, connection: Connection, broke
         if job_id == but:
             continue
         with _job_lock(registry, job_id) as lock:
-            if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == broker:
-                try:
-                    _send_owed(registry, connection, job_id)
-                except BrokerError:
-                    return   # our own job is through; the others stay owed
+            if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == connection.broker:
+                _send_owed(registry, connection, job_id)
 
 
 def record(registry: Registry, settings: Settings, job_id: str, request: str, *, source: str,
@@ -2361,12 +2748,1045 @@ def warn_public_broker(settings: Settings, broker: Optional[Broker]) -> None:
 
 
 # ==============================================================================
+# 11. Daemon
+#
+# One per registry, and only while there is something to do: it sends what is owed,
+# takes in what arrives, gives signs of life for living workers, keeps every clock,
+# and sees that a job whose supervisor died gets another. One thread does all of it
+# (only a connect waits in a thread of its own), so nothing in it can die unseen.
+# All it knows it can read from the registry again: killed at any point, it is
+# started anew by the next command or by whoever waits.
+# ==============================================================================
+
+DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscribed armed started_at drops")
+NO_DAEMON = DaemonInfo(False, False, None, "", {}, 0, 0, "", {})
+
+
+def lock_path(registry: Registry) -> str:
+    return os.path.join(registry.directory, "daemon.lock")
+
+
+def wake_path(registry: Registry) -> str:
+    return os.path.join(registry.directory, "daemon.wake")
+
+
+def build_id() -> str:
+    """Which mam this is: a daemon of an older build is told apart by it."""
+    import hashlib
+    with open(SELF_PATH, "rb") as file:
+        return "%s-%s" % (__version__, hashlib.sha256(file.read()).hexdigest()[:12])
+
+
+def daemon_info(registry: Registry) -> DaemonInfo:
+    """The registry's daemon as it last described itself; cheap, and takes no lock that a starter wants."""
+    import json
+    text = registry.meta("daemon")
+    if not text:
+        return NO_DAEMON
+    info = DaemonInfo(**json.loads(text))
+    if is_alive(info.process) is False:
+        return NO_DAEMON
+    try:
+        turning = abs(time.time() - os.stat(lock_path(registry)).st_mtime) < FRESH_S
+    except OSError:
+        return NO_DAEMON
+    return info._replace(alive=True, turning=turning)
+
+
+def daemon_is_elsewhere(registry: Registry) -> bool:
+    """Whether a daemon runs in another pid namespace, where it cannot see our processes."""
+    process = daemon_info(registry).process
+    return bool(process) and is_alive(process) is None
+
+
+def wake_daemon(registry: Registry) -> bool:
+    """Make the daemon look at once. False: nobody reads (ENXIO), or there is no FIFO."""
+    try:
+        descriptor = os.open(wake_path(registry), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(descriptor, b"w")
+    except BlockingIOError:
+        pass       # full of wakes: it will look
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def start_daemon(registry: Registry, settings: Settings) -> bool:
+    """Start a daemon if none lives. The locked descriptor is handed over, so two can never run.
+
+    Dying between lock and hand-over frees the lock.
+    """
+    with FileLock(lock_path(registry)) as lock:
+        if not lock.acquire(0):
+            return False
+        spawn_self(["_daemon", "--lock-fd", str(lock.descriptor)], own_environment(settings),
+                   supervisor_log(registry), pass_fds=(lock.descriptor,))
+    return True
+
+
+def ensure_daemon(registry: Registry, settings: Settings) -> DaemonInfo:
+    """The living daemon, after starting one if there is work for it and none lives."""
+    info = daemon_info(registry)
+    if not info.alive and os.access(registry.directory, os.W_OK) \
+            and registry.has_work(bool(settings.get("MQTT_BROKER"))):
+        start_daemon(registry, settings)
+    return info
+
+
+def replace_daemon(registry: Registry, settings: Settings) -> None:
+    """Ask a daemon that cannot connect to make room, by a row, and start one that can."""
+    registry.set_meta("daemon_leave", utc_now())
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        wake_daemon(registry)
+        if start_daemon(registry, settings):
+            return
+        time.sleep(0.02)
+
+
+def line_state(info: DaemonInfo, broker: Optional[Broker]) -> Dict[str, Any]:
+    """What the daemon says of its connection to a broker."""
+    return info.lines.get(broker_address(broker), {}) if broker else {}
+
+
+def deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int, attempts: int = 3,
+                  wait_s: float = DAEMON_WAIT_S) -> Delivery:
+    """Bring a recorded event to its broker: by the daemon if it is connected, else by ourselves (DESIGN 8).
+
+    Leaves a daemon behind that goes on with what is not sent. A publisher without network
+    or credentials so publishes as well as any, without importing paho.
+    """
+    info = ensure_daemon(registry, settings)
+    if not job.wire:
+        return Delivery(True, "")
+    try:
+        broker = broker_of(settings, job)
+    except MamError:
+        broker = None
+    if info.turning and _daemon_can_send(info, job):
+        wake_daemon(registry)
+        sent = _wait_delivered(registry, job.job_id, event_n, wait_s)   # wakes can be lost: it looks anyway
+        if sent.sent or daemon_info(registry).turning:
+            return sent
+    sent = deliver(registry, settings, job.job_id, attempts, sweep=True)
+    if sent.sent and info.alive and broker and line_state(info, broker).get("state") != "up":
+        replace_daemon(registry, settings)     # we could connect and it cannot
+    return sent
+
+
+def _daemon_can_send(info: DaemonInfo, job: Job) -> bool:
+    """Whether the daemon has, or is just making, a connection that this job's news will take."""
+    line = info.lines.get(info.lines.get("default", {}).get("address") if not job.broker else _own_address(job), {})
+    return line.get("state") == "up" or line.get("state") == "dialing" and not line.get("failures")
+
+
+def _own_address(job: Job) -> str:
+    import json
+    block = json.loads(job.broker)
+    return "%s:%d" % (block["host"], block["port"])
+
+
+def _wait_delivered(registry: Registry, job_id: str, event_n: int, wait_s: float) -> Delivery:
+    """Watch an event's row (0: all that the job owes) until its delivery is noted, by whomever."""
+    deadline = time.monotonic() + wait_s
+    version = -1
+    while time.monotonic() < deadline:
+        now = registry.data_version()
+        if now != version:
+            version = now
+            if not (registry.is_owed(event_n) if event_n else registry.owes(job_id)):
+                return Delivery(True, "")
+        time.sleep(0.001)
+    return Delivery(False, "the daemon has it in hand")
+
+
+def supervisor_log(registry: Registry) -> str:
+    """Where background parts write what they have to complain of."""
+    return os.path.join(registry.directory, "daemon.log")
+
+
+def keeper_of(role: str) -> str:
+    """This process as the one that carries a job, in the form that `jobs.supervisor` holds."""
+    return compact_json({"role": role, "who": identity_of(os.getpid())})
+
+
+def orphaned(job: Job) -> bool:
+    """Whether the `_run` of an attempt died without recording how its command ended."""
+    import json
+    return bool(job.run) and job.outcome is None and is_alive(json.loads(job.run)["supervisor"]) is False
+
+
+def needs_supervisor(job: Job) -> bool:
+    """Whether an open job waits for what only `_supervise` does, and nobody does it.
+
+    To be settled; to be handed over, its delegator having died before it could; to have the
+    command of a dead `_run` ended.
+    """
+    import json
+    if job.status in TERMINAL_STATUSES:
+        return False
+    keeper = json.loads(job.supervisor) if job.supervisor else {}
+    alive = is_alive(keeper.get("who"))
+    if keeper.get("role") == "_supervise" and alive is not False:
+        return False
+    undelivered = job.delivery == "none" and can_deliver(job) and bool(keeper) and alive is False
+    return bool(job.phase) or undelivered or orphaned(job)
+
+
+def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> None:
+    """Start `_supervise` for a job that needs it; looked at anew, for it may just have got one."""
+    if needs_supervisor(registry.job(job_id)):
+        spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+
+
+class Dialer:
+    """A connect in a thread of its own: a broker that does not answer holds up no beat and no deadline.
+
+    The thread touches nothing but this object; its end is seen by `done`.
+    """
+
+    def __init__(self, broker: Broker, client_id: str, wake: Callable[[], None]):
+        import threading
+        self.connection: Optional[Connection] = None
+        self.error: Optional[BrokerError] = None
+        self._broker, self._client_id, self._wake = broker, client_id, wake
+        self._thread = threading.Thread(target=self._dial, daemon=True)
+        self._thread.start()
+
+    def _dial(self) -> None:
+        try:
+            self.connection = Connection(self._broker, self._client_id, DAEMON_WINDOW)
+        except BrokerError as error:
+            self.error = error
+        except Exception as error:      # whatever it is, it must reach the daemon and not end unseen
+            self.error = BrokerError("connecting failed: %s: %s" % (type(error).__name__, error))
+        self._wake()
+
+    @property
+    def done(self) -> bool:
+        return self.connection is not None or self.error is not None
+
+
+class _Sending:
+    """What of one job is on its way over a line."""
+
+    __slots__ = ("cursor", "flying", "state_flies", "queued", "blocked_until", "losses")
+
+    def __init__(self) -> None:
+        self.cursor = 0             # key of the last event posted on this connection
+        self.flying = 0             # messages not yet acknowledged
+        self.state_flies = False
+        self.queued = False         # waiting for its turn in the line's queue
+        self.blocked_until = 0.0    # held back: it seems to be what kills the connection
+        self.losses = 0             # how often the connection was lost with it alone on its way
+
+
+_Parcel = namedtuple("_Parcel", "kind job_id event revision")     # kind: event, state, clear, other
+
+
+class Line:
+    """The daemon's way to one broker: its connection, what is on it, when to try again.
+
+    After a loss the client object is thrown away and the outbox is read again; the next
+    connection takes over the client id, so the broker drops whatever the old one still held.
+    """
+
+    def __init__(self, registry: Registry, settings: Settings, broker: Broker, wake: Callable[[], None]):
+        from collections import deque
+        self.broker = broker
+        self.connection: Optional[Connection] = None
+        self.failures = self.connects = 0
+        self.why = ""
+        self.final = False
+        self.inbox = Inbox(registry, self)
+        self._registry, self._settings, self._wake = registry, settings, wake
+        self._client_id = new_client_id(broker)
+        self._dialer: Optional[Dialer] = None
+        self._retry_at = 0.0
+        self._queue: Any = deque()                  # job ids with something to send, in turn
+        self._jobs: Dict[str, _Sending] = {}
+        self._flight: Dict[int, _Parcel] = {}
+        self._last_ack = 0.0
+        self._one_by_one = 0                        # after a loss: this many acknowledgements one at a time
+        self._memory: Optional[MemoryCheck] = None
+        self._blocked: set = set()
+
+    @property
+    def state(self) -> str:
+        return "up" if self.connection else "dialing" if self._dialer else "down"
+
+    def describe(self) -> Dict[str, Any]:
+        return {"address": broker_address(self.broker), "state": self.state, "why": self.why, "final": self.final,
+                "failures": self.failures, "connects": self.connects, "flying": len(self._flight)}
+
+    def is_quiet(self, job_id: str) -> bool:
+        """Whether a beat of this job can be sent: connected, and nothing of the job before it."""
+        sending = self._jobs.get(job_id)
+        return self.connection is not None and (sending is None or not (sending.flying or sending.queued))
+
+    def enqueue(self, job_id: str) -> None:
+        sending = self._jobs.setdefault(job_id, _Sending())
+        if not sending.queued:
+            sending.queued = True
+            self._queue.append(job_id)
+
+    # -- connecting ------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """One step of everything; never raises for a broker's sake."""
+        try:
+            if self.connection:
+                self._work(now)
+            elif self._dialer:
+                self._answered(now)
+            elif now >= self._retry_at:
+                self._dial()
+        except BrokerError as error:
+            self._lost(error, now)
+
+    def _dial(self) -> None:
+        self._registry.add_sender(self._client_id, broker_address(self.broker), identity_of(os.getpid()))
+        self._dialer = Dialer(self.broker, self._client_id, self._wake)
+
+    def _answered(self, now: float) -> None:
+        dialer = self._dialer
+        if not dialer or not dialer.done:
+            return
+        self._dialer = None
+        if dialer.connection is None:
+            raise dialer.error or BrokerError("no connection")
+        self.connection, self.why, self.final = dialer.connection, "", False
+        self.connects += 1
+        self.failures = 0
+        self._last_ack = now
+        self._fence_the_dead()
+        self._memory = MemoryCheck.begin(self._registry, self._settings, self.connection)
+        self.inbox.connected()
+        log("connected to %s%s" % (broker_address(self.broker), " again (reconnected)" if self.connects > 1 else ""))
+        for job_id in self._registry.jobs_owing(100000):
+            self.enqueue(job_id)
+
+    def _fence_the_dead(self) -> None:
+        """Take over the sessions of senders that died, so that nothing of theirs arrives behind ours."""
+        import json
+        for name, process in self._registry.senders(broker_address(self.broker)):
+            if name != self._client_id and is_alive(json.loads(process)) is False:
+                Connection(self.broker, name).close()
+                self._registry.drop_sender(name)
+
+    def _lost(self, error: BrokerError, now: float) -> None:
+        """The connection is gone, or could not be made: forget it, and plan the next try."""
+        if self.connection:
+            self.connection.close()
+            self._suspect(now)
+        self.connection, self._dialer, self._memory = None, None, None
+        self.inbox.disconnected()
+        for parcel in self._flight.values():
+            if parcel.kind == "state":
+                self._registry.unsend(parcel.job_id)
+        self._flight.clear()
+        self._queue.clear()
+        for sending in self._jobs.values():
+            sending.cursor, sending.flying, sending.state_flies, sending.queued = 0, 0, False, False
+        self.failures += 1
+        if error.why != self.why:
+            log("%s" % error.why)
+        self.why, self.final = error.why, error.final and self.failures >= REFUSED_TRIES
+        pause = REFUSED_PAUSE_S if self.final else backoff_s(self.failures)
+        self._retry_at = now + pause
+
+    def _suspect(self, now: float) -> None:
+        """Single out a message at which the connection is lost again and again: its job waits, the others go on."""
+        self._one_by_one = max(self._one_by_one, len(self._flight))
+        parcels = list(self._flight.values())
+        if len(parcels) != 1 or parcels[0].kind != "event":
+            return
+        sending = self._jobs[parcels[0].job_id]
+        sending.losses += 1
+        if sending.losses >= POISON_LOSSES:
+            sending.blocked_until = now + min(30.0 * 2 ** (sending.losses - POISON_LOSSES), 3600.0)
+            self._blocked.add(parcels[0].job_id)
+            log("job %s is held back: the broker closes the connection at its event %d" % (
+                parcels[0].job_id, parcels[0].event.seq))
+
+    def close(self) -> None:
+        """Leave in good order, if nothing is on its way."""
+        if self.connection:
+            self.connection.close()
+            if not self._flight:
+                self._registry.drop_sender(self._client_id)
+        elif not self._dialer:
+            self._registry.drop_sender(self._client_id)
+
+    # -- sending ----------------------------------------------------------------------
+
+    def _work(self, now: float) -> None:
+        connection = self.connection
+        assert connection is not None
+        connection.pump(0)
+        self._settle(connection.take_acks(), now)
+        if connection.received:
+            received, connection.received = connection.received, []
+            if self._memory:
+                self._memory.look(received)
+            self.inbox.take(received)
+        if self._memory and self._memory.over(now):
+            if self._memory.forgotten:
+                log("%s has lost its memory: what it should retain is sent again" % broker_address(self.broker))
+                self._registry.owe_retained_again(utc_before(REPUBLISH_S))
+                for job_id in self._registry.jobs_owing(100000):
+                    self.enqueue(job_id)
+            self._memory = None
+        self.inbox.turn(now)
+        self._fill(now)
+        if self._flight and now - self._last_ack > 2 * PUBACK_TIMEOUT_S:
+            raise BrokerError("%s has acknowledged nothing for %ds" % (
+                broker_address(self.broker), 2 * PUBACK_TIMEOUT_S))
+
+    def _settle(self, acks: set, now: float) -> None:
+        """Note acknowledgements, all of a turn in one commit, and let their jobs go on."""
+        parcels = [self._flight.pop(mid) for mid in acks if mid in self._flight]
+        if not parcels:
+            return
+        self._last_ack = now
+        self._one_by_one = max(0, self._one_by_one - len(parcels))
+        self._registry.mark_sent(
+            events=[parcel.event for parcel in parcels if parcel.kind == "event"],
+            states=[(parcel.job_id, parcel.revision) for parcel in parcels if parcel.kind == "state"],
+            cleared=[parcel.job_id for parcel in parcels if parcel.kind == "clear"])
+        for parcel in parcels:
+            sending = self._jobs.get(parcel.job_id)
+            if sending is None:
+                continue
+            sending.flying -= 1
+            sending.losses = 0
+            if parcel.kind == "state":
+                sending.state_flies = False
+            if sending.flying == 0:
+                self.enqueue(parcel.job_id)
+
+    def _fill(self, now: float) -> None:
+        """Post while there is room on the connection, a few messages of each job in turn."""
+        if not self._flight:
+            self._last_ack = now
+        for job_id in [job_id for job_id in self._blocked if self._jobs[job_id].blocked_until <= now]:
+            self._blocked.discard(job_id)
+            self.enqueue(job_id)
+        window = 1 if self._one_by_one else DAEMON_WINDOW
+        while self._queue and len(self._flight) < window:
+            job_id = self._queue.popleft()
+            sending = self._jobs[job_id]
+            sending.queued = False
+            if job_id not in self._blocked:
+                self._send_some(job_id, sending, min(JOB_BUDGET, window - len(self._flight)))
+
+    def _send_some(self, job_id: str, sending: _Sending, budget: int) -> None:
+        """Post up to `budget` messages of one job: its clearing, its events, or then its state."""
+        registry = self._registry
+        job = registry.job(job_id)
+        if not self.carries(job):
+            del self._jobs[job_id]
+            return
+        if job.clear_owed and not sending.flying:
+            self._post(_Parcel("clear", job_id, None, 0), (events_topic(job), b"", True))
+        events = registry.owed_events(job_id, budget, sending.cursor)
+        for event in events:
+            self._post(_Parcel("event", job_id, event, 0), event_message(registry, job, event))
+            sending.cursor = event.n
+        if len(events) == budget:
+            self.enqueue(job_id)
+        elif not sending.flying and owes_state(job):
+            self._post(_Parcel("state", job_id, None, job.state_rev), state_message(job))
+            sending.state_flies = True
+        elif not sending.flying:
+            del self._jobs[job_id]           # nothing of it is owed: forget it until there is
+
+    def carries(self, job: Job) -> bool:
+        """Whether a job's news goes over this line."""
+        try:
+            return broker_of(self._settings, job) == self.broker
+        except MamError:
+            return False
+
+    def _post(self, parcel: _Parcel, message: Tuple[str, bytes, bool]) -> None:
+        assert self.connection is not None
+        self._flight[self.connection.post(*message)] = parcel
+        self._jobs[parcel.job_id].flying += 1
+
+
+class MemoryCheck:
+    """Whether a broker still retains the last state that was sent to it.
+
+    With clean sessions CONNACK cannot tell; so that state's topic is subscribed for a moment.
+    """
+
+    def __init__(self, connection: Connection, topic: str, payload: bytes):
+        self._connection, self._topic, self._payload = connection, topic, payload
+        self._mid = connection.subscribe([topic])
+        self._until = time.monotonic() + 5.0
+        self._granted_at: Optional[float] = None
+        self.forgotten = True
+
+    @classmethod
+    def begin(cls, registry: Registry, settings: Settings, connection: Connection) -> Optional[MemoryCheck]:
+        job = registry.last_sent_state()
+        if job is None or broker_of(settings, job) != connection.broker:
+            return None
+        topic, payload, _ = state_message(job)
+        return cls(connection, topic, payload)
+
+    def look(self, received: Sequence[Tuple[str, bytes, bool]]) -> None:
+        for topic, payload, retained in received:
+            if retained and topic == self._topic and payload == self._payload:
+                self.forgotten = False
+
+    def over(self, now: float) -> bool:
+        """Retained messages come right behind the SUBACK; a refused subscription proves nothing, so send again."""
+        if self._granted_at is None and self._connection.granted(self._mid) is not None:
+            self._granted_at = now
+        if self.forgotten and now < self._until and (self._granted_at is None or now < self._granted_at + 1.0):
+            return False
+        self._connection.unsubscribe([self._topic])
+        return True
+
+
+def owes_state(job: Job) -> bool:
+    return bool(job.last_seq) and job.state_sent < job.state_rev and job.transport != "remote"
+
+
+def utc_before(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
+
+
+_log_path = ""                      # of the daemon's own log, once it is the daemon
+_log_times: Dict[str, float] = {}
+
+
+def log(text: str) -> None:
+    """A line in daemon.log; the same line at most once a minute. The file is capped on this path."""
+    now = time.monotonic()
+    if now - _log_times.get(text, -60.0) < 60.0:
+        return
+    if len(_log_times) > 1000:
+        _log_times.clear()
+    _log_times[text] = now
+    if _log_path and os.fstat(2).st_size > LOG_CAP_BYTES:
+        os.replace(_log_path, _log_path + ".1")
+        descriptor = os.open(_log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    sys.stderr.write("%s %s\n" % (utc_now(), text))
+    sys.stderr.flush()
+
+
+class Inbox:
+    """What arrives for the open remote jobs over one line: checked, counted, stored in batches."""
+
+    def __init__(self, registry: Registry, line: Line):
+        self._registry, self._line = registry, line
+        self.drops: Dict[str, int] = {}
+        self.subscribed: set = set()                          # job ids whose topics are granted
+        self.refused: set = set()
+        self._asked: Dict[int, List[str]] = {}                # SUBSCRIBE's mid: the jobs in it
+        self._topics: Dict[str, Tuple[str, str, str]] = {}    # topic: (job id, prefix, kind)
+        self._keys: Dict[str, Dict[int, Tuple[str, str]]] = {}
+        self._states: Dict[str, Tuple[float, Dict[str, Any]]] = {}
+        self._holes: Dict[str, List[float]] = {}              # job id: [first seen, times asked]
+
+    def connected(self) -> None:
+        """Nothing is subscribed on a new connection: a clean session restores nothing."""
+        self._asked.clear()
+        self._topics.clear()
+        self.subscribed.clear()
+        self.refused.clear()
+
+    def disconnected(self) -> None:
+        if self.subscribed:
+            self._registry.mark_subscribed(sorted(self.subscribed), None)
+        self.connected()
+
+    def watch(self, jobs: Sequence[Job]) -> None:
+        """Bring the subscriptions in line with the open remote jobs of this line."""
+        connection = self._line.connection
+        if connection is None:
+            return
+        wanted = {job.job_id: job for job in jobs if self._line.carries(job)}
+        known = {job_id for job_id, _, _ in self._topics.values()}
+        fresh = [job for job_id, job in wanted.items() if job_id not in known]
+        for start in range(0, len(fresh), 50):
+            part = fresh[start:start + 50]
+            for job in part:
+                for topic, kind in ((events_topic(job), "events"), (state_topic(job), "state")):
+                    self._topics[topic] = (job.job_id, job.topic_prefix, kind)
+            topics = [topic for job in part for topic in (events_topic(job), state_topic(job))]
+            self._asked[connection.subscribe(topics)] = [job.job_id for job in part]
+        gone = [topic for topic, (job_id, _, _) in self._topics.items() if job_id not in wanted]
+        if gone:
+            connection.unsubscribe(gone)
+            for topic in gone:
+                self.subscribed.discard(self._topics.pop(topic)[0])
+        self._keys = {job_id: keys for job_id, keys in self._keys.items() if job_id in wanted}
+
+    def forget_keys(self, job_ids: Sequence[str]) -> None:
+        for job_id in job_ids:
+            self._keys.pop(job_id, None)
+
+    def turn(self, now: float) -> None:
+        """Note granted subscriptions; apply states whose events did not come; ask for what is missing."""
+        connection = self._line.connection
+        for mid in list(self._asked) if connection else ():
+            granted = connection.granted(mid) if connection else None
+            if granted is None:
+                continue
+            jobs = self._asked.pop(mid)
+            if granted:
+                self.subscribed.update(jobs)
+                self._registry.mark_subscribed(jobs, instant())
+            else:
+                self.refused.update(jobs)
+                log("%s refused a subscription for %d jobs" % (broker_address(self._line.broker), len(jobs)))
+        for job_id, (due, payload) in list(self._states.items()):
+            if now >= due:
+                del self._states[job_id]
+                self._count(self._registry.take_in_state(payload))
+        for job_id in list(self._holes):
+            self._ask_again(job_id, now)
+
+    def _count(self, word: str) -> None:
+        if word not in ("accepted", "filled", "state_is_life"):
+            self.drops[word] = self.drops.get(word, 0) + 1
+
+    def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> None:
+        """Check messages and store the good ones; every other is counted under its reason. Never raises."""
+        good = []
+        for topic, raw, _retained in received:
+            if not raw:
+                continue                      # a cleared retained message
+            try:
+                payload = self._accept(topic, raw)
+            except Rejected as error:
+                self._count(error.reason)
+                log("dropped a message on %s: %s" % (clean_text(topic)[:100], clean_text(str(error))[:200]))
+                continue
+            if payload["event"] == "state":
+                self._states[payload["job_id"]] = (time.monotonic() + HOLE_WAIT_S, payload)
+            else:
+                good.append(payload)
+        for start in range(0, len(good), INBOX_BATCH):
+            part = good[start:start + INBOX_BATCH]
+            for payload, word in zip(part, self._registry.take_in(part)):
+                self._count(word)
+                if word == "conflict":
+                    log("ALARM: two different events with number %d of job %s" % (payload["seq"], payload["job_id"]))
+            for job_id in {payload["job_id"] for payload in part}:
+                self._look_for_hole(job_id)
+
+    def _accept(self, topic: str, raw: bytes) -> Dict[str, Any]:
+        known = self._topics.get(topic)
+        if known is None:
+            raise Rejected("unknown_topic", "not subscribed")
+        job_id, prefix, kind = known
+        if job_id not in self._keys:
+            self._keys[job_id] = self._registry.attempt_keys(job_id)
+        try:
+            return accept_message(topic, raw, prefix, kind, self._keys[job_id])
+        except Rejected:
+            raise
+        except Exception as error:      # a defect of the checks must not stop the daemon
+            raise Rejected("internal", "%s: %s" % (type(error).__name__, error)) from None
+
+    def _look_for_hole(self, job_id: str) -> None:
+        missing = self._registry.missing_numbers(self._registry.job(job_id))
+        if missing is None:
+            self._holes.pop(job_id, None)
+        elif job_id not in self._holes:
+            self._holes[job_id] = [time.monotonic(), 0]
+            self._ask_again(job_id, time.monotonic())
+
+    def _ask_again(self, job_id: str, now: float) -> None:
+        """Ask the owner of the numbers for those that are missing; after a while write the gap down."""
+        since, asked = self._holes[job_id]
+        if asked < len(RESEND_AT_S) and now - since >= RESEND_AT_S[int(asked)] and self._line.connection:
+            self._holes[job_id][1] += 1
+            job = self._registry.job(job_id)
+            missing = self._registry.missing_numbers(job)
+            if missing is None:
+                del self._holes[job_id]
+                return
+            data = {"dispatch_token": job.dispatch_token, "attempt_id": job.attempt_id, "from_seq": missing}
+            payload = event_payload(job_id, 0, "resend", utc_now(), "", data)
+            self._line.connection.post(job.topic_prefix + "/control", sign(payload, job.auth_token), False)
+        elif now - since >= HOLE_GIVEN_UP_S:
+            del self._holes[job_id]
+            missing = self._registry.missing_numbers(self._registry.job(job_id))
+            if missing is not None:
+                self._registry.note(job_id, "seq_gap", "daemon", "number %d and maybe more never arrived" % missing,
+                                    {"from_seq": missing})
+
+
+_Limit = namedtuple("_Limit", "left_s request why")
+
+
+def limits_of(job: Job, beat: Optional[Beat], watched_s: float, subscribed_s: Optional[float]) -> List[_Limit]:
+    """The clocks that run for an open job, with the seconds each has left (DESIGN 9). Pure but for the time.
+
+    T runs from delivery or claim to the first event, idle from then on, renewed by events
+    and beats; both count only while somebody looked (`watched_s`) and, for a remote job,
+    was subscribed (`subscribed_s`). The wall clock runs from delivery, whoever looks.
+    """
+    in_hand = elapsed_s(job.delivered_mono, job.delivered_at)
+    if in_hand is None:
+        in_hand = elapsed_s(job.claimed_mono, job.claimed_at)
+    if in_hand is None and job.started_at:      # a worker that took it without a claim
+        in_hand = elapsed_s(None, job.started_at)
+    if in_hand is None:
+        return []                               # nobody has it yet: an unclaimed queue waits without a deadline
+    limits = [_Limit(job.timeout_sec - in_hand, "deadline_timeout", "no end within %gs" % job.timeout_sec)]
+    if job.transport == "remote":
+        if subscribed_s is None:
+            return limits
+        watched_s = min(watched_s, subscribed_s)
+    if job.phase:
+        return limits                           # the worker is done; checking has the wall clock only
+    if not job.last_event_mono:
+        limits.append(_Limit(job.ack_timeout_sec - min(in_hand, watched_s), "agent_blocked",
+                             "no event within %gs of delivery" % job.ack_timeout_sec))
+        return limits
+    ages = [watched_s, elapsed_s(job.last_event_mono, job.last_event_at)]
+    ages.append(elapsed_s(beat.touched_mono, beat.touched_at) if beat else None)
+    silence = min(age for age in ages if age is not None)
+    limits.append(_Limit(job.idle_timeout_sec - silence, "unresponsive",
+                         "no sign of life for %gs" % job.idle_timeout_sec))
+    return limits
+
+
+class Clock:
+    """Beats and deadlines of all open jobs: a heap of what is due next, looked at from the registry when due.
+
+    A verdict names the last event it has seen (`expected_last_seq`), so an event that
+    comes between the look and the close wins.
+    """
+
+    def __init__(self, registry: Registry, settings: Settings, on_wire: Callable[[str], bool]):
+        self._registry, self._settings, self._on_wire = registry, settings, on_wire
+        self.jobs: Dict[str, Job] = {}              # open ones
+        self.beats: Dict[str, Beat] = {}
+        self._began: Dict[str, Tuple[int, float]] = {}       # (attempt, since when it is watched)
+        self._heap: List[Tuple[float, str, str]] = []        # (when, deadline or beat, job id)
+        self._due: Dict[Tuple[str, str], float] = {}         # the entry of the heap that counts
+
+    def restart(self, now: float) -> None:
+        """Nobody looked for a while: what counts silence starts anew."""
+        self._began = {job_id: (attempt, now) for job_id, (attempt, _) in self._began.items()}
+        for job in list(self.jobs.values()):
+            self._plan_deadline(job, now)
+
+    def refresh(self, jobs: Sequence[Job], beats: Dict[str, Beat], now: float) -> None:
+        """Take in changed jobs, and the beats as they are."""
+        for job_id in set(self.beats) - set(beats):
+            self._due.pop(("beat", job_id), None)
+        for job_id, beat in beats.items():
+            if self.beats.get(job_id) != beat:
+                age = elapsed_s(beat.touched_mono, beat.touched_at) or 0.0
+                self._plan("beat", job_id, now + max(0.0, beat.period_s - age))
+        self.beats = beats
+        for job in jobs:
+            if job.status in TERMINAL_STATUSES:
+                self.jobs.pop(job.job_id, None)
+                self._began.pop(job.job_id, None)
+                self._due.pop(("deadline", job.job_id), None)
+                continue
+            self.jobs[job.job_id] = job
+            if self._began.get(job.job_id, (0, 0.0))[0] != job.attempt_id:
+                self._began[job.job_id] = (job.attempt_id, now)
+            self._plan_deadline(job, now)
+
+    def _plan(self, kind: str, job_id: str, when: float) -> None:
+        import heapq
+        if self._due.get((kind, job_id)) != when:
+            self._due[(kind, job_id)] = when
+            heapq.heappush(self._heap, (when, kind, job_id))
+
+    def _plan_deadline(self, job: Job, now: float) -> None:
+        limits = self._limits(job, now)
+        if limits:
+            self._plan("deadline", job.job_id, now + max(0.0, min(limits).left_s))
+
+    def _limits(self, job: Job, now: float) -> List[_Limit]:
+        return limits_of(job, self.beats.get(job.job_id), now - self._began[job.job_id][1],
+                         elapsed_s(job.subscribed_mono))
+
+    def next_due(self) -> float:
+        """The monotonic time at which something is due; infinity if nothing is."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def turn(self, now: float) -> bool:
+        """Do what is due. True if anything was committed."""
+        import heapq
+        beats: List[str] = []
+        deadlines: List[str] = []
+        while self._heap and self._heap[0][0] <= now:
+            when, kind, job_id = heapq.heappop(self._heap)
+            if self._due.get((kind, job_id)) != when:
+                continue                            # planned anew since
+            del self._due[(kind, job_id)]
+            (beats if kind == "beat" else deadlines).append(job_id)
+        committed = self._beat([self.beats[job_id] for job_id in beats if job_id in self.beats], now)
+        for job_id in deadlines:
+            committed |= self._deadline(job_id, now)
+        return committed
+
+    def _beat(self, due: Sequence[Beat], now: float) -> bool:
+        """Give a sign of life for each worker whose process lives; a beat of a dead one ends."""
+        import json
+        living = []
+        for beat in due:
+            watch = json.loads(beat.watch) if beat.watch else {}
+            alive = is_alive(watch) if watch else True
+            if alive is False:
+                self._registry.drop_beat(beat.job_id, beat.attempt_id)
+                self._registry.note(beat.job_id, "beat_stopped", "daemon",
+                                    "the watched process %d has ended" % watch["pid"])
+                self.beats.pop(beat.job_id, None)
+                continue
+            if alive:      # None: in another pid namespace, where `_beat` stands beside it
+                living.append(beat)
+            self._plan("beat", beat.job_id, now + beat.period_s)
+        if living:
+            self._registry.beat_for(living, self._on_wire)
+            touched, moment = utc_now(), instant()
+            for beat in living:
+                self.beats[beat.job_id] = beat._replace(touched_at=touched, touched_mono=moment)
+        return len(due) > 0
+
+    def _deadline(self, job_id: str, now: float) -> bool:
+        """Look at a job whose time may be up, as it is now; close it if it is."""
+        job = self._registry.job(job_id)
+        beat = self._registry.beat(job_id)
+        if beat:
+            self.beats[job_id] = beat
+        if job.status in TERMINAL_STATUSES:
+            return False
+        self.refresh([job], self.beats, now)
+        limits = self._limits(job, now)
+        if not limits or min(limits).left_s > 0:
+            return False
+        verdict = min(limits)
+        record(self._registry, self._settings, job_id, verdict.request, source="daemon", detail=verdict.why,
+               attempt=job.attempt_id, last_seq=job.last_seq)
+        self._plan("deadline", job_id, now + LOOK_S)     # refused, if an event came in between: look again
+        return True
+
+
+class Daemon:
+    """The loop: lines, clock, take-over, and the rules of coming and going."""
+
+    def __init__(self, registry: Registry, settings: Settings, lock: FileLock):
+        self._registry, self._settings, self._lock = registry, settings, lock
+        self._wake_fd = self._open_wake()
+        self._lines: Dict[Broker, Line] = {}
+        self._default: Optional[Broker] = None
+        self._clock = Clock(registry, settings, self._on_wire)
+        self._version, self._cursor = -1, 0
+        self._dirty = True
+        self._touch_at = self._takeover_at = 0.0
+        self._turned = self._worked = time.monotonic()
+        self._described = ""
+        self._config_error = ""
+        self._started_at = utc_now()
+        self._build = build_id()
+
+    def _open_wake(self) -> int:
+        """The FIFO through which others wake us. Opened for writing too, so that it never is at its end."""
+        path = wake_path(self._registry)
+        try:
+            os.mkfifo(path, 0o600)
+            _give_to_owner(path)
+        except FileExistsError:
+            pass
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Until there is nothing to do, or another is to take over, or the registry has gone."""
+        try:
+            self._connect_default()
+            while not self._turn():
+                self._wait()
+        except Terminated:
+            log("ended by SIGTERM")
+        except MamError as error:
+            if error.code != "registry_gone":
+                raise
+            log(error.message)
+        for line in self._lines.values():
+            line.close()
+        return Exit.OK
+
+    def _connect_default(self) -> None:
+        try:
+            self._default = broker_settings(self._settings)
+        except MamError as error:
+            self._config_error = error.message
+            log(error.message)
+        if self._default:
+            self._line(self._default)
+
+    def _line(self, broker: Broker) -> Line:
+        if broker not in self._lines:
+            self._lines[broker] = Line(self._registry, self._settings, broker, lambda: _write_wake(self._wake_fd))
+        return self._lines[broker]
+
+    def _on_wire(self, job_id: str) -> bool:
+        job = self._clock.jobs.get(job_id)
+        return job is not None and any(line.is_quiet(job_id) and line.carries(job) for line in self._lines.values())
+
+    def _turn(self) -> bool:
+        """One turn of everything. True: leave."""
+        now = time.monotonic()
+        if now - self._turned > FRESH_S:
+            self._clock.restart(now)         # stopped, or the host slept: silence meanwhile proves nothing
+        self._turned = now
+        try:
+            if now >= self._touch_at:
+                self._touch_at = now + TOUCH_S
+                os.utime(self._lock.descriptor)
+                if not self._registry.still_there():
+                    raise MamError("the registry has left its path", code="registry_gone")
+                if self._time_to_leave(now) and self._leave():
+                    return True
+            version = self._registry.data_version()
+            if version != self._version or self._dirty:
+                self._version, self._dirty = version, False
+                self._look(now)
+                if self._asked_to_leave():
+                    return self._leave(True)
+            for line in self._lines.values():
+                line.turn(now)
+            if self._clock.turn(now):
+                self._dirty = True
+            if now >= self._takeover_at:
+                self._takeover_at = now + TAKEOVER_S
+                for job in list(self._clock.jobs.values()):
+                    if needs_supervisor(job):
+                        ensure_supervisor(self._registry, self._settings, job.job_id)
+            self._describe()
+        except MamError as error:
+            if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
+                raise
+            log(error.message)               # busy, or a full disk: everything is still owed
+            time.sleep(LOOK_S)
+            self._dirty = True
+        return False
+
+    def _look(self, now: float) -> None:
+        """Read what was committed since: jobs with new lines, the beats, the remote jobs."""
+        first = self._cursor == 0
+        self._cursor, changed = self._registry.changed_jobs(self._cursor)
+        jobs = self._registry.open_jobs() if first else self._registry.jobs_by_id(changed)
+        self._clock.refresh(jobs, self._registry.beats(), now)
+        for job in jobs:
+            if job.broker:
+                try:
+                    broker = broker_of(self._settings, job)
+                except MamError:
+                    continue
+                if broker:
+                    self._line(broker)
+        remote = self._registry.open_remote_jobs()
+        for line in self._lines.values():
+            line.inbox.forget_keys(changed)
+            line.inbox.watch(remote)
+            if line.connection:
+                for job in jobs:
+                    if job.wire and line.carries(job):
+                        line.enqueue(job.job_id)
+
+    def _wait(self) -> None:
+        """Until a wake, something on a connection, the next thing due, or a quarter of a second."""
+        import select
+        if self._dirty:
+            return
+        readers: List[Any] = [self._wake_fd]
+        writers: List[Any] = []
+        for line in self._lines.values():
+            socket = line.connection.socket() if line.connection else None
+            if socket is not None and line.connection:
+                readers.append(socket)
+                if line.connection.wants_write():
+                    writers.append(socket)
+        timeout = min(LOOK_S, max(0.0, self._clock.next_due() - time.monotonic()))
+        try:
+            ready, _, _ = select.select(readers, writers, [], timeout)
+        except (OSError, ValueError):
+            return                           # a socket closed under us: the next turn sees the loss
+        if self._wake_fd in ready:
+            try:
+                os.read(self._wake_fd, 4096)
+            except BlockingIOError:
+                pass
+
+    # -- coming and going -----------------------------------------------------------------
+
+    def _describe(self) -> None:
+        """Say in the registry how things stand, when that has changed."""
+        lines: Dict[str, Any] = {broker_address(broker): line.describe() for broker, line in self._lines.items()}
+        if self._default:
+            lines["default"] = {"address": broker_address(self._default)}
+        elif self._config_error:
+            lines["default"] = {"address": "", "why": self._config_error}
+        drops: Dict[str, int] = {}
+        for line in self._lines.values():
+            for reason, count in line.inbox.drops.items():
+                drops[reason] = drops.get(reason, 0) + count
+        info = DaemonInfo(True, True, identity_of(os.getpid()), self._build, lines,
+                          sum(len(line.inbox.subscribed) for line in self._lines.values()),
+                          len(self._clock.beats), self._started_at, drops)
+        text = compact_json(info._asdict())
+        if text != self._described:
+            self._described = text
+            self._registry.set_meta("daemon", text)
+
+    def _time_to_leave(self, now: float) -> bool:
+        wired = any(line.connection or not line.final for line in self._lines.values())
+        if self._registry.has_work(wired):
+            self._worked = now
+        return now - self._worked > IDLE_LEAVE_S
+
+    def _asked_to_leave(self) -> bool:
+        if self._registry.meta("daemon_leave") is None:
+            return False
+        self._registry.set_meta("daemon_leave", None)
+        return True
+
+    def _leave(self, whatever: bool = False) -> bool:
+        """Unlock, look again, take it back if something came in between: no row is left without a daemon."""
+        import fcntl
+        self._registry.set_meta("daemon", None)
+        self._described = ""
+        fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
+        if whatever or not self._registry.has_work(bool(self._lines)):
+            return True
+        return not self._lock.acquire(0)     # somebody else has started one meanwhile, or we go on
+
+
+def _write_wake(descriptor: int) -> None:
+    try:
+        os.write(descriptor, b"w")
+    except BlockingIOError:
+        pass        # full of wakes
+
+
+# ==============================================================================
 # 12. Following
 #
 # Followers only read the registry: history first, then what is committed, woken
 # by data_version. Events are shown in the order of their numbers; a missing one is
-# waited for, for a short while. A Keeper, in the place of the daemon, closes a job
-# whose time is up; whoever only watches never does.
+# waited for, for a short while. Whoever watches never closes a job.
 # ==============================================================================
 
 
@@ -2477,7 +3897,8 @@ class Follower:
         """Move to `shown` what follows without a hole, or stands behind one waited for long enough."""
         while track.held:
             event = track.held[0]
-            follows = event.seq == track.seq + 1 or not track.saw_event and (self._attempt or self._token)
+            follows = (event.seq == track.seq + 1 or only_beats_between(event.payload, track.seq)
+                       or not track.saw_event and (self._attempt or self._token))
             if not follows and track.hole_since is None:
                 track.hole_since = now
             if not follows and now - (track.hole_since or now) < HOLE_WAIT_S:
@@ -2494,125 +3915,6 @@ class Follower:
         if track.final and not track.held and track.job_id in self._open:
             self._open.discard(track.job_id)
             self._fresh_ends.append(track.final)
-
-
-def orphaned(job: Job) -> bool:
-    """Whether the `_run` of an attempt died without recording how its command ended."""
-    import json
-    return bool(job.run) and job.outcome is None and is_alive(json.loads(job.run)["supervisor"]) is False
-
-
-def end_orphan(registry: Registry, settings: Settings, job: Job) -> None:
-    """End the group of a command whose `_run` is dead, then say so: its exit status is lost for good.
-
-    An end that was recorded in its last moments wins: the verdict names the last event.
-    """
-    job = registry.job(job.job_id)       # read after its death: nothing can be added by it now
-    if not orphaned(job):
-        return
-    end_command(settings, job)
-    record(registry, settings, job.job_id, "supervisor_lost", source="delegate_wrapper", attempt=job.attempt_id,
-           last_seq=job.last_seq, detail="mam's supervisor of the command died; the command was ended")
-    registry.end_run(job, None)
-    deliver(registry, settings, job.job_id, attempts=1)
-
-
-def end_command(settings: Settings, job: Job) -> None:
-    """End the process group of a command, if its leader is still the process that was recorded."""
-    import json
-    run = json.loads(job.run) if job.run else {}
-    members = group_members(run["group"]) if "group" in run else []
-    same_boot = (run.get("command") or {}).get("boot") == boot_id()
-    if members and same_boot and is_alive(run["command"]) is not None:
-        leader = identity_of(run["group"])
-        if leader is None or leader == run["command"]:   # a dead leader's pid is not reused while its group lives
-            end_group(run["group"], settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S))
-
-
-class Keeper:
-    """Keeps the deadlines of one open job, in the daemon's place: T, idle and the wall clock.
-
-    A verdict names the last event it has seen (`expected_last_seq`), so an event that
-    comes between the look and the close wins. Clocks count from when the keeper
-    began to look, at the earliest (DESIGN 9).
-    """
-
-    def __init__(self, registry: Registry, settings: Settings, job_id: str, source: str):
-        self._registry, self._settings, self._job_id, self._source = registry, settings, job_id, source
-        self._began = time.monotonic()
-        self._attempt = 0
-        self._next_look = 0.0
-
-    def tick(self) -> None:
-        """Look at the clocks, at most every 0.25 s; close the job if one has run out."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + 0.25
-        try:
-            self._look(now)
-        except MamError as error:       # busy, or a full disk: the clocks are looked at again
-            if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
-                raise
-
-    def _look(self, now: float) -> None:
-        job = self._registry.job(self._job_id)
-        if job.status in TERMINAL_STATUSES:
-            return
-        if job.attempt_id != self._attempt:
-            self._attempt, self._began = job.attempt_id, now
-        if orphaned(job):
-            end_orphan(self._registry, self._settings, job)
-            return
-        self._touch_for_the_living(job)
-        verdict = self._verdict(job, now - self._began)
-        if verdict:
-            request, why = verdict
-            answer = record(self._registry, self._settings, job.job_id, request, source=self._source, detail=why,
-                            attempt=job.attempt_id, last_seq=job.last_seq)
-            if answer.committed:
-                deliver(self._registry, self._settings, job.job_id, attempts=1)
-
-    def _touch_for_the_living(self, job: Job) -> None:
-        """Beat for an armed agent whose process lives; unarmed, it is silent and idle counts."""
-        import json
-        beat = self._registry.beat(job.job_id)
-        if not beat or beat.attempt_id != job.attempt_id or job.run:   # `_run` touches its own
-            return
-        if (elapsed_s(beat.touched_mono, beat.touched_at) or 0) < beat.period_s:
-            return
-        if beat.watch and is_alive(json.loads(beat.watch)) is False:
-            self._registry.drop_beat(job.job_id, beat.attempt_id)
-        else:
-            self._registry.touch_beat(job.job_id, beat.attempt_id)
-
-    def _verdict(self, job: Job, watched_s: float) -> Optional[Tuple[str, str]]:
-        """(request, why) when a clock has run out."""
-        delivered = elapsed_s(job.delivered_mono, job.delivered_at)
-        claimed = elapsed_s(job.claimed_mono, job.claimed_at)
-        in_hand = claimed if delivered is None else delivered
-        if in_hand is None and job.started_at:      # a worker that took it without a claim
-            in_hand = elapsed_s(None, job.started_at)
-        if in_hand is None:
-            return None              # nobody has it yet: an unclaimed queue waits without a deadline
-        if in_hand > job.timeout_sec:
-            return "deadline_timeout", "no end within %gs" % job.timeout_sec
-        if job.phase:
-            return None              # the worker is done; checking has the wall clock only
-        news = elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
-        if news is None:
-            if min(in_hand, watched_s) > job.ack_timeout_sec:
-                return "agent_blocked", "no event within %gs of delivery" % job.ack_timeout_sec
-            return None
-        silence = min(news, self._beat_age(job), watched_s)
-        if silence > job.idle_timeout_sec:
-            return "unresponsive", "no sign of life for %gs" % job.idle_timeout_sec
-        return None
-
-    def _beat_age(self, job: Job) -> float:
-        beat = self._registry.beat(job.job_id)
-        age = elapsed_s(beat.touched_mono, beat.touched_at) if beat else None
-        return float("inf") if age is None else age
 
 
 class Patience:
@@ -2719,7 +4021,6 @@ class Run:
         self._tail = b""                        # the last of the output, for the last line
         self._exit_status: Optional[int] = None
         self._started = time.monotonic()
-        self._next_beat = self._started + job.heartbeat_sec
         self._version = registry.data_version()
         self._linger_until: Optional[float] = None
         self._retry_at = 0.0                    # the registry failed: do not ask it before then
@@ -2740,7 +4041,8 @@ class Run:
             failure = self._start(identity)
             if not failure:
                 self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity})
-                self._deliver_aside()
+                ensure_daemon(registry, self._settings)
+                wake_daemon(registry)
                 self._watch()
         except Terminated:
             self._insist(lambda: self._say("supervisor_lost", "mam's supervisor of the command was ended by SIGTERM"))
@@ -2799,11 +4101,6 @@ class Run:
         return record(self._registry, self._settings, self._job.job_id, request, source="_run", detail=detail,
                       data=data, attempt=self._job.attempt_id, extra=extra)
 
-    def _deliver_aside(self) -> None:
-        """Send from another process: a slow broker must not hold up the command's output."""
-        if self._registry.job(self._job.job_id).wire:
-            spawn_self(["_deliver", self._job.job_id], own_environment(self._settings), supervisor_log(self._registry))
-
     def _watch(self) -> None:
         """Pump output and look at the clocks until the command has exited or was ended."""
         import select
@@ -2850,14 +4147,11 @@ class Run:
             return False
 
     def _look(self, now: float) -> bool:
-        """Beat, keep the wall clock, and see whether somebody else ended the attempt."""
+        """Keep the wall clock, and see whether somebody else ended the attempt."""
         job = self._job
         if now - self._started > job.timeout_sec:
             self._say("deadline_timeout", "no end within %gs" % job.timeout_sec)
             return True
-        if now >= self._next_beat:
-            self._next_beat = now + job.heartbeat_sec
-            self._registry.touch_beat(job.job_id, job.attempt_id)
         version = self._registry.data_version()
         if version == self._version:
             return False
@@ -2882,7 +4176,7 @@ class Run:
         if exited:
             self._insist(lambda: self._report_exit(self._exit_status or 0))
         ensure_supervisor(self._registry, self._settings, self._job.job_id)
-        deliver(self._registry, self._settings, self._job.job_id)
+        deliver_event(self._registry, self._settings, self._registry.job(self._job.job_id), 0)
         return Exit.OK
 
     def _end_command(self) -> int:
@@ -2924,13 +4218,35 @@ class Run:
         return lines[-1].strip()[:1000] if lines else ""
 
 
+def end_orphan(registry: Registry, settings: Settings, job: Job) -> None:
+    """End the group of a command whose `_run` is dead, then say so: its exit status is lost for good.
+
+    An end that was recorded in its last moments wins: the verdict names the last event.
+    """
+    job = registry.job(job.job_id)       # read after its death: nothing can be added by it now
+    if not orphaned(job):
+        return
+    end_command(settings, job)
+    record(registry, settings, job.job_id, "supervisor_lost", source="delegate_wrapper", attempt=job.attempt_id,
+           last_seq=job.last_seq, detail="mam's supervisor of the command died; the command was ended")
+    registry.end_run(job, None)
+    deliver_event(registry, settings, job, 0, attempts=1)
+
+
+def end_command(settings: Settings, job: Job) -> None:
+    """End the process group of a command, if its leader is still the process that was recorded."""
+    import json
+    run = json.loads(job.run) if job.run else {}
+    members = group_members(run["group"]) if "group" in run else []
+    same_boot = (run.get("command") or {}).get("boot") == boot_id()
+    if members and same_boot and is_alive(run["command"]) is not None:
+        leader = identity_of(run["group"])
+        if leader is None or leader == run["command"]:   # a dead leader's pid is not reused while its group lives
+            end_group(run["group"], settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S))
+
+
 def brief_path(registry: Registry, job: Job) -> str:
     return os.path.join(registry.directory, "briefs", "%s.a%d.md" % (job.job_id, job.attempt_id))
-
-
-def supervisor_log(registry: Registry) -> str:
-    """Where background parts write what they have to complain of."""
-    return os.path.join(registry.directory, "daemon.log")
 
 
 def write_brief(registry: Registry, job: Job) -> str:
@@ -2982,32 +4298,6 @@ def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[s
             "MAM_PUBLISH_CMD": "%s publish --job %s" % (launcher_path(registry, settings), job.job_id),
             "MAM_ATTEMPT_ID": str(job.attempt_id), "MAM_DISPATCH_TOKEN": job.dispatch_token,
             "MAM_REGISTRY_DIR": registry.directory, "MAM_REAL_ROOT": settings.workspace}
-
-
-def keeper_of(role: str) -> str:
-    """This process as the one that keeps a job's clocks, in the form that `jobs.supervisor` holds."""
-    return compact_json({"role": role, "who": identity_of(os.getpid())})
-
-
-def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> None:
-    """Start `_supervise` for an open job that is left alone: its keeper died, or it waits to be settled.
-
-    A delegator keeps a job's clocks while it lives, but only `_supervise` settles.
-    """
-    import json
-    job = registry.job(job_id)
-    if job.status in TERMINAL_STATUSES or not (job.phase or job.supervisor):
-        return
-    keeper = json.loads(job.supervisor) if job.supervisor else {}
-    settles = keeper.get("role") == "_supervise"
-    if is_alive(keeper.get("who")) is False or job.phase and not settles:
-        spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
-
-
-def ensure_supervisors(registry: Registry, settings: Settings) -> None:
-    """The same for every open job of the registry."""
-    for job_id in registry.supervised_jobs():
-        ensure_supervisor(registry, settings, job_id)
 
 
 # ==============================================================================
@@ -3111,12 +4401,6 @@ def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> s
 # ==============================================================================
 
 
-def can_deliver(job: Job) -> bool:
-    """Whether mam brings this job to its session itself (a queue's jobs are picked instead)."""
-    kind = job.agent_session.partition(":")[0]
-    return kind == "tmux" or kind == "exec" and bool(job.command)
-
-
 def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
     """Bring a job to its session, once. Whoever finds it on its way already does nothing.
 
@@ -3151,7 +4435,7 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
             request = "session_busy" if error.busy else "spawn_failed"
             record(registry, settings, job.job_id, request, source="delegate_wrapper", detail=error.why,
                    attempt=job.attempt_id)
-            deliver(registry, settings, job.job_id, attempts=1)
+            deliver_event(registry, settings, job, 0, attempts=1)
             raise MamError("%s (job %s is closed)" % (error.why, job.job_id), hint=error.hint,
                            exit=Exit.BUSY if error.busy else Exit.FAILED, code=request) from None
         registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
@@ -3194,30 +4478,41 @@ def end_run_of(registry: Registry, settings: Settings, job: Job) -> None:
 
 
 class Supervisor:
-    """Carries a delegated job that nobody follows, and settles what its worker's `completed` left owed."""
+    """Does for one job what takes time and must happen once: hand it over when its delegator died before
+    it could, end the command of a dead `_run`, and settle what a worker's `completed` left owed."""
 
     def __init__(self, registry: Registry, settings: Settings, job_id: str):
         self._registry, self._settings, self._job_id = registry, settings, job_id
 
     def go(self) -> int:
-        """Until the job has ended. At most one per job, by flock; a second leaves at once."""
+        """Until none of this is needed any more. At most one per job, by flock; a second leaves at once."""
         folder = os.path.join(self._registry.directory, "locks")
         _make_private_dir(folder)
         with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
             if not lock.acquire(0):
                 return Exit.OK
-            self._registry.set_supervisor(self._job_id, keeper_of("_supervise"))
-            keeper = Keeper(self._registry, self._settings, self._job_id, "delegate_wrapper")
-            while True:
-                job = self._registry.job(self._job_id)
-                if job.status in TERMINAL_STATUSES:
-                    return Exit.OK
-                if job.delivery == "none" and can_deliver(job):   # its delegator died before it could
-                    hand_over(self._registry, self._settings, job)
-                if job.phase == "validating" and self._work_is_over(job):
+            while needs_supervisor(self._registry.job(self._job_id)):
+                self._registry.set_supervisor(self._job_id, keeper_of("_supervise"))
+                self._carry()
+                self._registry.set_supervisor(self._job_id, None)
+        return Exit.OK
+
+    def _carry(self) -> None:
+        while True:
+            job = self._registry.job(self._job_id)
+            if job.status in TERMINAL_STATUSES:
+                return
+            if orphaned(job):
+                end_orphan(self._registry, self._settings, job)
+            elif job.delivery == "none" and job.outcome is None and can_deliver(job):
+                hand_over(self._registry, self._settings, job)
+            elif job.phase == "validating":
+                if self._work_is_over(job):
                     self._validate(job)
-                keeper.tick()
-                time.sleep(0.05)
+                else:
+                    time.sleep(0.05)
+            else:
+                return
 
     @staticmethod
     def _work_is_over(job: Job) -> bool:
@@ -3268,7 +4563,7 @@ class Supervisor:
     def _settle(self, job: Job, status: str, reason: Optional[str], detail: str, data: Dict[str, Any]) -> None:
         record(self._registry, self._settings, job.job_id, "settled", source="_supervise", detail=detail, data=data,
                attempt=job.attempt_id, extra={"status": status, "reason": reason})
-        deliver(self._registry, self._settings, job.job_id)
+        deliver_event(self._registry, self._settings, job, 0)
 
 
 def describe_file(path: str, name: str) -> Optional[Dict[str, Any]]:
@@ -3428,6 +4723,25 @@ def overview_json(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
             "created_at": job.created_at, "finished_at": job.finished_at, "last_event": job.last_event,
             "last_event_at": job.last_event_at, "detail": job.detail, "alive_s": life and round(life, 1),
             "progress_s": silence and round(silence, 1)}
+
+
+def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[str]:
+    """`mam daemon status`."""
+    if not info.alive:
+        return ["no daemon runs" + ("; %d events are owed" % owed[0] if owed[0] else "")]
+    lines = ["daemon %d, up %s, build %s%s%s" % (
+        info.process["pid"], format_duration(elapsed_s(None, info.started_at) or 0), info.build,
+        " (OLDER than this mam: mam daemon stop)" if older else "", "" if info.turning else ", STUCK")]
+    for address, line in sorted(info.lines.items()):
+        if address != "default":
+            lines.append("broker %s: %s%s" % (address, line["state"], ", " + line["why"] if line["why"] else ""))
+        elif line.get("why"):
+            lines.append("broker: " + line["why"])
+    lines.append("%d events and %d states owed, %d beats armed, %d remote jobs subscribed" % (
+        owed[0], owed[1], info.armed, info.subscribed))
+    if info.drops:
+        lines.append("dropped: " + ", ".join("%s %d" % pair for pair in sorted(info.drops.items())))
+    return lines
 
 
 def result_line(job: Job) -> str:
@@ -3672,37 +4986,42 @@ def cmd_delegate(args: Any) -> int:
     with Registry(settings.registry_dir, create=True) as registry:
         job = registry.register(record_)
         try:
+            ensure_daemon(registry, settings)     # before delivery: from then on its clocks run
             job = hand_over(registry, settings, job)
             if args.detach:
-                spawn_self(["_supervise", job.job_id], own_environment(settings), supervisor_log(registry))
                 _out(compact_json({"job_id": job.job_id}) if args.json else job.job_id)
                 return Exit.OK
-            ensure_supervisors(registry, settings)
             _say("job %s registered for %s; `mam watch %s` follows it from elsewhere" % (
                 job.job_id, job.agent_session, job.job_id))
-            return _follow_delegated(registry, settings, job, args.json)
+            return _follow_delegated(settings, job, args.json)
         except (KeyboardInterrupt, Terminated, BrokenPipeError):
             _leave(registry, settings, job.job_id, args.cancel_on_exit)
             raise
 
 
-def _follow_delegated(registry: Registry, settings: Settings, job: Job, as_json: bool) -> int:
-    """Show the events of a job's attempt to its end, keeping its clocks meanwhile; its result last."""
-    keeper = Keeper(registry, settings, job.job_id, "delegate_wrapper")
-    next_look = [0.0]
-
-    def tick() -> None:
-        keeper.tick()
-        now = time.monotonic()
-        if now >= next_look[0]:
-            next_look[0] = now + 0.5
-            ensure_supervisor(registry, settings, job.job_id)
-    with Registry(settings.registry_dir) as reading:     # one's own commits do not change data_version
+def _follow_delegated(settings: Settings, job: Job, as_json: bool) -> int:
+    """Show the events of a job's attempt to its end; its result last."""
+    with Registry(settings.registry_dir) as reading:
         follower = Follower(reading, [job.job_id], job.attempt_id)
-        follow(follower, _emitter(as_json), lambda: follower.done, tick)
+        follow(follower, _emitter(as_json), lambda: follower.done, _caretaker(settings))
         ended = follower.ended()[0]
         _out(compact_json({"result": overview_json(ended, None)}) if as_json else result_line(ended))
         return exit_of(ended)
+
+
+def _caretaker(settings: Settings,
+               clock: Callable[[], Optional[str]] = lambda: None) -> Callable[[], Optional[str]]:
+    """A follower's tick: its own clock, and now and then a look whether the daemon lives."""
+    next_look = [0.0]
+
+    def tick() -> Optional[str]:
+        now = time.monotonic()
+        if now >= next_look[0]:
+            next_look[0] = now + CARE_S
+            with Registry(settings.registry_dir) as registry:
+                ensure_daemon(registry, settings)
+        return clock()
+    return tick
 
 
 def _leave(registry: Registry, settings: Settings, job_id: str, cancel: bool) -> None:
@@ -3774,10 +5093,9 @@ def cmd_publish(args: Any) -> int:
         else:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="what you reported is kept in the job's log; leave your work in place and stop")
-        ensure_supervisor(registry, settings, job_id)
-        if not answer.job.wire:
-            return Exit.OK
-        sent = deliver(registry, settings, job_id, args.attempts, sweep=True)
+        if extra and daemon_is_elsewhere(registry):
+            spawn_self(["_beat", job_id], own_environment(settings), supervisor_log(registry))
+        sent = deliver_event(registry, settings, answer.job, answer.event.n if answer.event else 0, args.attempts)
         if sent.sent:
             return Exit.OK
         _say("recorded, not sent yet: %s" % sent.why)
@@ -3811,33 +5129,24 @@ def _watched(args: Any) -> Optional[Dict[str, Any]]:
     return identity_of(ancestor)
 
 
-def add_deliver(parser: Any) -> None:
+def add_beat(parser: Any) -> None:
     parser.add_argument("job", metavar="JOB")
 
 
-def cmd_deliver(args: Any) -> int:
+def cmd_beat(args: Any) -> int:
+    """Touch a job's beat beside a watched process that the daemon cannot see (another pid namespace)."""
+    import json
     settings = load_settings(args.registry_dir)
     with Registry(settings.registry_dir) as registry:
-        return Exit.OK if deliver(registry, settings, args.job).sent else Exit.TIMEOUT
+        beat = registry.beat(args.job)
+        while beat and beat.watch and is_alive(json.loads(beat.watch)) and registry.touch_beat(
+                args.job, beat.attempt_id):
+            time.sleep(beat.period_s)
+            beat = registry.beat(args.job)
+    return Exit.OK
 
 
 # -- following -------------------------------------------------------------------------
-
-
-def _caretaker(settings: Settings, follower: Follower,
-               clock: Callable[[], Optional[str]] = lambda: None) -> Callable[[], Optional[str]]:
-    """A follower's tick: its own clock, and now and then a look whether a followed job was left alone."""
-    next_look = [0.0]
-
-    def tick() -> Optional[str]:
-        now = time.monotonic()
-        if now >= next_look[0]:
-            next_look[0] = now + CARE_S
-            with Registry(settings.registry_dir) as registry:
-                for job_id in set(registry.supervised_jobs()).intersection(follower.pending):
-                    ensure_supervisor(registry, settings, job_id)
-        return clock()
-    return tick
 
 
 def add_watch(parser: Any) -> None:
@@ -3854,7 +5163,7 @@ def cmd_watch(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         registry.job(job_id)
         follower = Follower(registry, [job_id], args.attempt_id)
-        follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings, follower))
+        follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings))
         ended = follower.ended()[0]
         if not args.json:
             _say(what_became(ended))
@@ -3889,7 +5198,7 @@ def cmd_wait(args: Any) -> int:
                     job.job_id, status_word(job)))
                 sys.stdout.flush()
             return bool(shown) if args.any else follower.done
-        why = follow(follower, lambda events: None, show_ends, _caretaker(settings, follower, patience.exhausted))
+        why = follow(follower, lambda events: None, show_ends, _caretaker(settings, patience.exhausted))
         if why:
             _say(why)
             return Exit.TIMEOUT
@@ -3932,7 +5241,7 @@ def cmd_subscribe(args: Any) -> int:
             _out("SUBSCRIBED %s" % events_topic(job))
         sys.stdout.flush()
         why = follow(follower, _emitter(args.json), lambda: follower.done,
-                     _caretaker(settings, follower, _subscriber_clock(args, follower, jobs)))
+                     _caretaker(settings, _subscriber_clock(args, follower, jobs)))
         if why:
             _say(why)
             return Exit.TIMEOUT
@@ -4064,7 +5373,7 @@ def cmd_overview(args: Any) -> int:
     registry = _reading(settings)
     open_jobs, ends, beats, counts = [], [], {}, {}
     if registry:
-        ensure_supervisors(registry, settings)
+        ensure_daemon(registry, settings)
         open_jobs, ends, counts = registry.open_jobs(), registry.last_ends(8), registry.counts()
         beats = registry.beats()
     if args.json:
@@ -4119,10 +5428,9 @@ def _cancel(registry: Registry, settings: Settings, job_id: str, detail: str) ->
 
 def _try_delivery(registry: Registry, settings: Settings, job: Job) -> None:
     """One try; what is not sent stays owed, and an operator's command has succeeded regardless."""
-    if job.wire:
-        sent = deliver(registry, settings, job.job_id, attempts=1)
-        if not sent.sent:
-            _say("recorded, not sent yet: %s" % sent.why)
+    sent = deliver_event(registry, settings, job, 0, attempts=1, wait_s=2.0)
+    if not sent.sent:
+        _say("recorded, not sent yet: %s" % sent.why)
 
 
 def add_cancel(parser: Any) -> None:
@@ -4165,13 +5473,12 @@ def cmd_redispatch(args: Any) -> int:
         job = answer.job
         if not args.no_deliver and can_deliver(job):
             registry.set_supervisor(job_id, keeper_of("delegate"))
+            ensure_daemon(registry, settings)
             job = hand_over(registry, settings, job)
         _try_delivery(registry, settings, job)
         _say("job %s is at attempt %d, for %s" % (job_id, job.attempt_id, job.agent_session))
         if args.follow:
-            return _follow_delegated(registry, settings, job, args.json)
-        if job.delivery != "none":
-            spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+            return _follow_delegated(settings, job, args.json)
     return Exit.OK
 
 
@@ -4306,6 +5613,66 @@ def cmd_scrub_secrets(args: Any) -> int:
     return Exit.OK
 
 
+# -- the daemon -----------------------------------------------------------------------
+
+
+def add_daemon(parser: Any) -> None:
+    parser.add_argument("action", choices=("status", "stop", "run"), nargs="?", default="status",
+                        help="status (default), stop, or run it in the foreground")
+    _add_json(parser)
+    _examples(parser, "mam daemon", "mam daemon status --json", "mam daemon stop")
+
+
+def cmd_daemon(args: Any) -> int:
+    """The registry's daemon: it comes by itself when there is something to do, and leaves when there is not."""
+    settings = load_settings(args.registry_dir)
+    if args.action == "run":
+        with Registry(settings.registry_dir, create=True) as registry, FileLock(lock_path(registry)) as lock:
+            if not lock.acquire(0):
+                raise MamError("a daemon runs already", exit=Exit.REFUSED, code="daemon_runs", hint="mam daemon stop")
+            raise_on_sigterm()
+            return Daemon(registry, settings, lock).run()
+    with Registry(settings.registry_dir) as registry:
+        if args.action == "stop":
+            return _stop_daemon(registry)
+        info, owed = daemon_info(registry), registry.count_owed()
+        if args.json:
+            _dump({**info._asdict(), "owed_events": owed[0], "owed_states": owed[1],
+                   "older_build": info.alive and info.build != build_id()})
+        else:
+            for line in daemon_lines(info, owed, info.alive and info.build != build_id()):
+                _out(line)
+        return Exit.OK if info.alive else Exit.FAILED
+
+
+def _stop_daemon(registry: Registry) -> int:
+    """Ask by a row, never by a signal, and wait until the lock is free."""
+    if not daemon_info(registry).alive:
+        _say("no daemon runs")
+        return Exit.OK
+    registry.set_meta("daemon_leave", utc_now())
+    wake_daemon(registry)
+    with FileLock(lock_path(registry)) as lock:
+        if not lock.acquire(5.0):
+            raise MamError("the daemon does not leave within 5s", exit=Exit.TIMEOUT, code="stuck",
+                           hint="it may be stopped or waiting for the disk: see daemon.log")
+    return Exit.OK
+
+
+def add_run_daemon(parser: Any) -> None:
+    parser.add_argument("--lock-fd", type=int, required=True)
+
+
+def cmd_run_daemon(args: Any) -> int:
+    global _log_path
+    raise_on_sigterm()
+    settings = load_settings(args.registry_dir)
+    os.set_inheritable(args.lock_fd, False)     # a child of ours must not hold our lock
+    with Registry(settings.registry_dir) as registry, FileLock(lock_path(registry), args.lock_fd) as lock:
+        _log_path = supervisor_log(registry)
+        return Daemon(registry, settings, lock).run()
+
+
 # -- background parts --------------------------------------------------------------------
 
 
@@ -4363,6 +5730,7 @@ COMMANDS: Dict[str, Command] = {
     "pick": Command(cmd_pick, add_pick, "claim the oldest pending job of a session", "main"),
     "cancel": Command(cmd_cancel, add_cancel, "end a job and its command", "main"),
     "redispatch": Command(cmd_redispatch, add_redispatch, "open another attempt of a job", "main"),
+    "daemon": Command(cmd_daemon, add_daemon, "show, stop or run the registry's daemon", "main"),
     "help": Command(cmd_help, add_help, "help on a command, or on v4's verbs: help v4", "main"),
     "register": Command(cmd_register, add_register, "make a pending job, print its id", "v4"),
     "submit": Command(cmd_delegate, add_delegate, "v4's name of delegate", "v4"),
@@ -4374,7 +5742,8 @@ COMMANDS: Dict[str, Command] = {
     "scrub-secrets": Command(cmd_scrub_secrets, add_scrub_secrets, "take passwords out of old records", "v4"),
     "_run": Command(cmd_run, add_run, "own one command (started by delegate)", "internal"),
     "_supervise": Command(cmd_supervise, add_supervise, "settle one job (started by mam)", "internal"),
-    "_deliver": Command(cmd_deliver, add_deliver, "send what one job owes (started by mam)", "internal"),
+    "_daemon": Command(cmd_run_daemon, add_run_daemon, "be the daemon (started by mam)", "internal"),
+    "_beat": Command(cmd_beat, add_beat, "beat beside an agent in a container (started by mam)", "internal"),
     "_overview": Command(cmd_overview, add_overview, "what is going on (mam alone)", "internal"),
 }
 
