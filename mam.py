@@ -109,7 +109,7 @@ BACKOFF_BASE_S, BACKOFF_FACTOR, BACKOFF_MAX_S = 0.5, 2.0, 8.0
 JOB_LOCK_WAIT_S = 5.0                # a publisher waits this long for another one's send
 SWEEP_BUDGET_S = 1.0                 # spent on what other jobs owe, after one's own is sent
 POLL_S = 0.01                        # a follower's look at data_version costs 2 us
-CARE_S = 2.0                         # followers look this often whether a job was left alone
+CARE_S = 0.5                         # followers look this often whether the daemon lives
 HOLE_WAIT_S = 2.0                    # readers wait this long for a missing number
 LOOK_S = 0.25                        # the daemon looks this often at the least: a wake can be lost
 TOUCH_S = 1.0                        # it touches its lock this often while its loop turns
@@ -318,9 +318,11 @@ def _canonical_text(value: Any, quote: Callable[[str], str], depth: int) -> str:
     if depth <= 0:
         raise BadJson("nested deeper than %d levels" % MAX_JSON_DEPTH)
     if kind is dict:
-        if not all(type(key) is str for key in value):
-            raise BadJson("an object key that is no string")
-        keys = sorted(value) if all(key.isascii() for key in value) else sorted(value, key=_utf16)
+        try:
+            ascii_only = "".join(value).isascii()
+        except TypeError:
+            raise BadJson("an object key that is no string") from None
+        keys = sorted(value) if ascii_only else sorted(value, key=_utf16)
         return "{%s}" % ",".join(
             [quote(key) + ":" + _canonical_text(value[key], quote, depth - 1) for key in keys])
     if kind is list or kind is tuple:
@@ -1008,6 +1010,15 @@ def sign(payload: Dict[str, Any], key: str) -> bytes:
     """The signed bytes of a payload: canonical, so the same event has the same bytes every time."""
     sig = signature(payload, key).hex()
     return canonical({**payload, "data": {**payload["data"], "hmac_sig": sig}})
+
+
+def sign_recorded(text: str, key: str) -> bytes:
+    """The signed bytes of a recorded event, whose text is canonical and unsigned already: the same as sign()."""
+    import hmac
+    import json
+    payload = json.loads(text)
+    payload["data"]["hmac_sig"] = hmac.digest(key.encode("ascii"), text.encode("utf-8"), "sha256").hex()
+    return canonical(payload)
 
 
 def verify(payload: Any, key: str) -> None:
@@ -1929,6 +1940,10 @@ class Registry:
             else:
                 self._execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))
 
+    def last_key(self) -> int:
+        """The key of the newest line of the log."""
+        return self._execute("SELECT coalesce(max(n), 0) FROM events")[0][0]
+
     def changed_jobs(self, after: int) -> Tuple[int, List[str]]:
         """(the last key of the log, the jobs with lines after key `after`)."""
         rows = self._execute("SELECT job_id, max(n) FROM events WHERE n > ? GROUP BY job_id", (after,))
@@ -2287,6 +2302,7 @@ def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str, pas
     if os.path.exists(log_path) and os.path.getsize(log_path) > LOG_CAP_BYTES:
         os.replace(log_path, log_path + ".1")
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    _give_to_owner(log_path)
     with open(descriptor, "ab") as log:
         return subprocess.Popen(self_command() + list(arguments), stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL, stderr=log, env=env, cwd="/",
@@ -2604,6 +2620,13 @@ def broker_address(broker: Broker) -> str:
     return "%s:%d" % (broker.host, broker.port)
 
 
+def dead_senders(registry: Registry, broker: Broker) -> List[str]:
+    """Client ids of connections to a broker whose process has died without closing them."""
+    import json
+    return [name for name, process in registry.senders(broker_address(broker))
+            if is_alive(json.loads(process)) is False]
+
+
 def open_sender(registry: Registry, broker: Broker, client_id: str = "", window: int = SEND_WINDOW) -> Connection:
     """A connection whose name stands in the registry before its first byte leaves.
 
@@ -2611,10 +2634,8 @@ def open_sender(registry: Registry, broker: Broker, client_id: str = "", window:
     behind ours. A broker ends a session when its client id connects again: so the dead one's
     id is taken over, and what it left on the way can arrive no more.
     """
-    import json
     address = broker_address(broker)
-    dead = [name for name, process in registry.senders(address)
-            if name != client_id and is_alive(json.loads(process)) is False]
+    dead = [name for name in dead_senders(registry, broker) if name != client_id]
     client_id = client_id or (dead.pop() if dead else new_client_id(broker))
     registry.add_sender(client_id, address, identity_of(os.getpid()))
     try:
@@ -2658,11 +2679,10 @@ def _send_owed(registry: Registry, connection: Connection, job_id: str) -> None:
 def event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, bytes, bool]:
     """A recorded event as it is published: retained only if it ends the job."""
     import json
-    payload = json.loads(event.payload)
     key = job.auth_token if event.attempt_id == job.attempt_id else registry.attempt_token(
-        job.job_id, event.attempt_id)
-    retain = event.event in TERMINAL_EVENTS and payload["data"].get("settles") is not False
-    return events_topic(job), sign(payload, key or ""), retain
+        job.job_id, event.attempt_id) or ""
+    retain = event.event in TERMINAL_EVENTS and json.loads(event.payload)["data"].get("settles") is not False
+    return events_topic(job), sign_recorded(event.payload, key), retain
 
 
 def state_message(job: Job) -> Tuple[str, bytes, bool]:
@@ -2874,8 +2894,12 @@ def deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int
         if sent.sent or daemon_info(registry).turning:
             return sent
     sent = deliver(registry, settings, job.job_id, attempts, sweep=True)
-    if sent.sent and info.alive and broker and line_state(info, broker).get("state") != "up":
-        replace_daemon(registry, settings)     # we could connect and it cannot
+    if sent.sent and info.alive and broker:
+        line = line_state(info, broker)
+        if not line or line["final"] or line["failures"] >= REFUSED_TRIES:
+            replace_daemon(registry, settings)     # we could connect and it cannot
+        elif line["state"] != "up":
+            wake_daemon(registry)                  # the broker is back: it need not wait for its next try
     return sent
 
 
@@ -3005,7 +3029,7 @@ class Line:
         self.final = False
         self.inbox = Inbox(registry, self)
         self._registry, self._settings, self._wake = registry, settings, wake
-        self._client_id = new_client_id(broker)
+        self._client_id = ""                        # kept for life: each connection takes over the one before
         self._dialer: Optional[Dialer] = None
         self._retry_at = 0.0
         self._queue: Any = deque()                  # job ids with something to send, in turn
@@ -3037,6 +3061,11 @@ class Line:
 
     # -- connecting ------------------------------------------------------------------
 
+    def hurry(self, now: float) -> None:
+        """Somebody has news: try again soon, unless it was tried just now or is known to be hopeless."""
+        if not self.connection and not self._dialer and not self.final:
+            self._retry_at = min(self._retry_at, now + BACKOFF_BASE_S)
+
     def turn(self, now: float) -> None:
         """One step of everything; never raises for a broker's sake."""
         try:
@@ -3050,6 +3079,8 @@ class Line:
             self._lost(error, now)
 
     def _dial(self) -> None:
+        dead = dead_senders(self._registry, self.broker)
+        self._client_id = self._client_id or (dead[0] if dead else new_client_id(self.broker))
         self._registry.add_sender(self._client_id, broker_address(self.broker), identity_of(os.getpid()))
         self._dialer = Dialer(self.broker, self._client_id, self._wake)
 
@@ -3073,11 +3104,9 @@ class Line:
 
     def _fence_the_dead(self) -> None:
         """Take over the sessions of senders that died, so that nothing of theirs arrives behind ours."""
-        import json
-        for name, process in self._registry.senders(broker_address(self.broker)):
-            if name != self._client_id and is_alive(json.loads(process)) is False:
-                Connection(self.broker, name).close()
-                self._registry.drop_sender(name)
+        for name in dead_senders(self._registry, self.broker):
+            Connection(self.broker, name).close()
+            self._registry.drop_sender(name)
 
     def _lost(self, error: BrokerError, now: float) -> None:
         """The connection is gone, or could not be made: forget it, and plan the next try."""
@@ -3545,6 +3574,8 @@ class Clock:
         """Give a sign of life for each worker whose process lives; a beat of a dead one ends."""
         import json
         living = []
+        for beat in due:      # first of all, so that a busy registry stops no beat for good
+            self._plan("beat", beat.job_id, now + beat.period_s)
         for beat in due:
             watch = json.loads(beat.watch) if beat.watch else {}
             alive = is_alive(watch) if watch else True
@@ -3553,10 +3584,8 @@ class Clock:
                 self._registry.note(beat.job_id, "beat_stopped", "daemon",
                                     "the watched process %d has ended" % watch["pid"])
                 self.beats.pop(beat.job_id, None)
-                continue
-            if alive:      # None: in another pid namespace, where `_beat` stands beside it
+            elif alive:    # None: in another pid namespace, where `_beat` stands beside it
                 living.append(beat)
-            self._plan("beat", beat.job_id, now + beat.period_s)
         if living:
             self._registry.beat_for(living, self._on_wire)
             touched, moment = utc_now(), instant()
@@ -3592,7 +3621,9 @@ class Daemon:
         self._lines: Dict[Broker, Line] = {}
         self._default: Optional[Broker] = None
         self._clock = Clock(registry, settings, self._on_wire)
-        self._version, self._cursor = -1, 0
+        self._me = identity_of(os.getpid())
+        self._version = -1
+        self._cursor: Optional[int] = None     # key of the last line of the log that was looked at
         self._dirty = True
         self._touch_at = self._takeover_at = 0.0
         self._turned = self._worked = time.monotonic()
@@ -3685,9 +3716,12 @@ class Daemon:
 
     def _look(self, now: float) -> None:
         """Read what was committed since: jobs with new lines, the beats, the remote jobs."""
-        first = self._cursor == 0
-        self._cursor, changed = self._registry.changed_jobs(self._cursor)
-        jobs = self._registry.open_jobs() if first else self._registry.jobs_by_id(changed)
+        if self._cursor is None:
+            self._cursor, changed = self._registry.last_key(), []
+            jobs = self._registry.open_jobs()
+        else:
+            self._cursor, changed = self._registry.changed_jobs(self._cursor)
+            jobs = self._registry.jobs_by_id(changed)
         self._clock.refresh(jobs, self._registry.beats(), now)
         for job in jobs:
             if job.broker:
@@ -3729,6 +3763,8 @@ class Daemon:
                 os.read(self._wake_fd, 4096)
             except BlockingIOError:
                 pass
+            for line in self._lines.values():
+                line.hurry(time.monotonic())
 
     # -- coming and going -----------------------------------------------------------------
 
@@ -3743,7 +3779,7 @@ class Daemon:
         for line in self._lines.values():
             for reason, count in line.inbox.drops.items():
                 drops[reason] = drops.get(reason, 0) + count
-        info = DaemonInfo(True, True, identity_of(os.getpid()), self._build, lines,
+        info = DaemonInfo(True, True, self._me, self._build, lines,
                           sum(len(line.inbox.subscribed) for line in self._lines.values()),
                           len(self._clock.beats), self._started_at, drops)
         text = compact_json(info._asdict())
@@ -5012,14 +5048,14 @@ def _follow_delegated(settings: Settings, job: Job, as_json: bool) -> int:
 def _caretaker(settings: Settings,
                clock: Callable[[], Optional[str]] = lambda: None) -> Callable[[], Optional[str]]:
     """A follower's tick: its own clock, and now and then a look whether the daemon lives."""
+    registry = Registry(settings.registry_dir)      # not the follower's: one's own commits wake nobody
     next_look = [0.0]
 
     def tick() -> Optional[str]:
         now = time.monotonic()
         if now >= next_look[0]:
             next_look[0] = now + CARE_S
-            with Registry(settings.registry_dir) as registry:
-                ensure_daemon(registry, settings)
+            ensure_daemon(registry, settings)
         return clock()
     return tick
 
@@ -5410,6 +5446,7 @@ def cmd_pick(args: Any) -> int:
     if job is None or registry is None:
         return Exit.BROKER       # v4: no pending job for this session
     brief = write_brief(registry, job)
+    ensure_daemon(registry, settings)        # T runs from the claim
     if args.json:
         _dump({**worker_variables(registry, settings, job), "job_id": job.job_id, "brief": brief})
     else:
