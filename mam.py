@@ -3717,7 +3717,8 @@ class Daemon:
     def _look(self, now: float) -> None:
         """Read what was committed since: jobs with new lines, the beats, the remote jobs."""
         if self._cursor is None:
-            self._cursor, changed = self._registry.last_key(), []
+            self._cursor = self._registry.last_key()
+            changed: List[str] = []
             jobs = self._registry.open_jobs()
         else:
             self._cursor, changed = self._registry.changed_jobs(self._cursor)
