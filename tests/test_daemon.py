@@ -1,0 +1,982 @@
+"""The daemon: the post office and watchdog of one registry. What each test says is what a user loses if it fails."""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support import pause, poll, resume
+from support.brokers import Broker
+from support.cli import Mam
+from support.daemons import UP_S, Detour, Post, published, topics, unique
+from support.inside import Inside
+from support.observer import Observer, retained
+
+# The registry's writer lock is refused as on a full disk while the file FLAG is there.
+FULL_DISK = """
+import sqlite3
+def full(self, sql, params=(), real=mam.Registry._execute):
+    if sql == "BEGIN IMMEDIATE" and os.path.exists({flag!r}):
+        open({flag!r} + ".met", "w").close()
+        raise self._sql_error(sqlite3.OperationalError("database or disk is full"))
+    return real(self, sql, params)
+mam.Registry._execute = full
+"""
+HASTE = """
+mam.PUBACK_TIMEOUT_S = 0.5
+mam.BACKOFF_BASE_S = 0.1
+mam.BACKOFF_MAX_S = 0.3
+"""
+
+
+@pytest.fixture
+def inside(pyz: Path, session_folder: Path) -> Inside:
+    return Inside(pyz, session_folder)
+
+
+@pytest.fixture
+def post(mam: Mam, inside: Inside) -> Post:
+    return Post(mam, inside)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Callable[[], "subprocess.Popen[bytes]"]]:
+    """Processes that do nothing, to be watched and killed."""
+    made: List["subprocess.Popen[bytes]"] = []
+
+    def make() -> "subprocess.Popen[bytes]":
+        made.append(subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE))
+        return made[-1]
+    yield make
+    for one in made:
+        one.kill()
+        one.communicate()
+
+
+def state_of(broker: Broker, job_id: str) -> Dict[str, Any]:
+    found = retained(broker, topics(job_id)[1])
+    return dict(json.loads(found)) if found else {}
+
+
+def end_of(broker: Broker, job_id: str) -> Dict[str, Any]:
+    found = retained(broker, topics(job_id)[0])
+    return dict(json.loads(found)) if found else {}
+
+
+def seqs(observer: Observer, job_id: str) -> List[int]:
+    """The numbers of a job's events on the wire in the order of their first arrival."""
+    return list(dict.fromkeys(m.json()["seq"] for m in observer.messages("events", job_id) if m.payload))
+
+
+def assert_ends_right(post: Post, broker: Broker, job_id: str, status: str = "completed") -> None:
+    """What a host that looks only now sees of an ended job: its last event, and the state that belongs to it."""
+    event, state, job = end_of(broker, job_id), state_of(broker, job_id), post.job(job_id)
+    assert event.get("event") == status and event["seq"] == job.last_seq
+    assert (state.get("status"), state["seq"]) == (job.status, job.last_seq) == (status, event["seq"])
+
+
+# ---- sending ---------------------------------------------------------------------------------------------------
+
+def test_an_agent_without_paho_publishes_in_order_through_the_daemon(post: Post, mam: Mam, broker: Broker,
+                                                                     observe: Callable[..., Observer]) -> None:
+    """Lost: publishing in 20 ms, and from a sandbox without network."""
+    mam.env = broker.env()
+    job = post.add(unique("order"))
+    watcher = observe(broker)
+    post.say(job, "started")
+    post.run()
+    post.wait_line()
+    timing: Dict[str, Optional[str]] = {"PYTHONPROFILEIMPORTTIME": "1", "MQTT_PASSWORD": None}
+    for number in range(3):
+        done = mam("publish", job, "--event", "progress", "--detail", f"part {number}", env=timing, check=0)
+        assert "import time:" in done.stderr and "paho" not in done.stderr
+    assert "paho" not in mam("publish", job, "--event", "completed", env=timing, check=0).stderr
+    poll(lambda: len(seqs(watcher, job)) == 5, UP_S, "all five on the wire")
+    assert seqs(watcher, job) == [1, 2, 3, 4, 5]
+    post.wait_sent(job)
+    assert_ends_right(post, broker, job)
+    states = [m.json()["seq"] for m in watcher.messages("state", job)]
+    assert states == sorted(states)
+
+
+@pytest.mark.parametrize("kind", ["nats", "mosquitto"])
+def test_an_end_that_could_not_be_sent_arrives_when_the_broker_is_back(
+        post: Post, mam: Mam, own_broker: Any, kind: str) -> None:
+    """Lost: the news that the work is done, when the broker was down at that moment and the agent has left."""
+    broker = own_broker(kind)
+    mam.env = broker.env()
+    job = post.add(unique("down"))
+    mam("publish", job, "--event", "started", check=0)
+    post.wait_line()
+    broker.stop()
+    done = mam("publish", job, "--event", "completed", "--attempts", 1, check=2)
+    assert "recorded, not sent yet" in done.stderr
+    broker.start()
+    post.wait_sent(job)
+    assert_ends_right(post, broker, job)
+
+
+@pytest.mark.parametrize("moment", ["before the send", "before the acknowledgement"])
+def test_a_daemon_killed_in_mid_send_loses_nothing(post: Post, mam: Mam, broker: Broker, moment: str, proxy: Any,
+                                                   observe: Callable[..., Observer]) -> None:
+    """Lost: an event that was committed, because the one process that would send it was killed."""
+    way = proxy(broker)
+    mam.env = way.env(broker)
+    job = post.add(unique("killed"))
+    watcher = observe(broker)
+    post.say(job, "started")
+    run = post.run()
+    post.wait_sent(job)
+    if moment == "before the send":
+        pause(run.pid)
+    else:
+        way.stall("down")
+    post.say(job, "progress", "half way")
+    post.say(job, "completed", "all done")
+    if moment == "before the acknowledgement":
+        poll(lambda: b"all done" in way.recorded_up, UP_S, "the daemon has sent it")
+    run.kill()
+    way.resume()
+    mam(check=0)                        # any command brings a daemon back
+    post.wait_sent(job)
+    assert seqs(watcher, job) == [1, 2, 3]
+    assert_ends_right(post, broker, job)
+
+
+def test_a_daemon_that_stands_still_does_not_stop_publishers(post: Post, mam: Mam, broker: Broker,
+                                                             observe: Callable[..., Observer]) -> None:
+    """Lost: news that waits behind a suspended daemon; or, when it goes on, an old state over the newer one."""
+    mam.env = broker.env()
+    job = post.add(unique("still"))
+    watcher = observe(broker)
+    post.say(job, "started")
+    run = post.run("mam.FRESH_S = 1.0\n")
+    post.wait_sent(job)
+    pause(run.pid)
+    post.say(job, "progress", "found by nobody yet")
+    quick = post.inside.patched(mam, "mam.FRESH_S = 1.0\nmam.DAEMON_WAIT_S = 1.0\n")
+    poll(lambda: quick("publish", job, "--event", "progress", check=(0, 2)).code == 0, UP_S, "sent by ourselves")
+    quick("publish", job, "--event", "completed", check=0)
+    resume(run.pid)
+    post.wait_sent(job)
+    poll(lambda: not post.daemons(), UP_S, "the daemon leaves")
+    assert seqs(watcher, job) == post.numbers(job)
+    assert_ends_right(post, broker, job)
+    states = [(m.json()["seq"], m.json()["status"]) for m in watcher.messages("state", job)]
+    assert states[-1] == (post.job(job).last_seq, "completed")
+
+
+@pytest.mark.parametrize("fate", ["loses the connection", "is killed before", "is stopped, and killed after"])
+def test_a_state_never_goes_backwards(post: Post, mam: Mam, broker: Broker, proxy: Any, fate: str) -> None:
+    """Lost: the end of a job, hidden for ever under an older state that was held up on the way."""
+    way = Detour(proxy, broker)
+    mam.env = way.env()
+    job = post.add(unique("back"))
+    post.say(job, "started")
+    run = post.run(HASTE + "mam.FRESH_S = 1.0\n")
+    post.wait_sent(job)
+    way.old.stall("up")
+    with post.registry() as registry:
+        registry.edit(job, "operator", {"role": "Second"})         # owes a state, and no event before it
+    sent = published(way.old.recorded_up, topics(job)[1])
+    poll(lambda: published(way.old.recorded_up, topics(job)[1]) > sent or post.line()["flying"], UP_S, "on its way")
+    way.part()
+    if fate == "is killed before":
+        run.kill()
+    if fate == "is stopped, and killed after":
+        pause(run.pid)
+        lock = mam.registry_dir / "daemon.lock"
+        poll(lambda: time.time() - lock.stat().st_mtime > 1.0, UP_S, "known to stand still")
+    post.inside.patched(mam, "mam.FRESH_S = 1.0\n")("publish", job, "--event", "completed", check=(0, 2))
+    post.wait_sent(job)
+    if fate == "is stopped, and killed after":
+        run.kill()
+    way.old.resume()
+    poll(lambda: way.old.open_connections == 0, UP_S, "what was held up has gone somewhere")
+    mam(check=0)
+    post.wait_sent(job)
+    assert_ends_right(post, broker, job)
+
+
+def test_a_state_that_arrives_late_from_a_living_daemon_is_put_right(post: Post, mam: Mam, broker: Broker,
+                                                                     proxy: Any) -> None:
+    """Lost: the end of a job, under an older state that a suspended daemon had on its way and that then arrived."""
+    way = Detour(proxy, broker)
+    mam.env = way.env()
+    job = post.add(unique("late"))
+    post.say(job, "started")
+    run = post.run("mam.FRESH_S = 1.0\n")
+    post.wait_sent(job)
+    way.old.stall("up")
+    with post.registry() as registry:
+        registry.edit(job, "operator", {"role": "Second"})
+    poll(lambda: post.line()["flying"], UP_S, "on its way")
+    pause(run.pid)
+    way.part()
+    lock = mam.registry_dir / "daemon.lock"
+    poll(lambda: time.time() - lock.stat().st_mtime > 1.0, UP_S, "known to stand still")
+    post.inside.patched(mam, "mam.FRESH_S = 1.0\n")("publish", job, "--event", "completed", check=0)
+    way.old.resume()
+    resume(run.pid)
+    post.wait_gone()
+    post.wait_sent(job)
+    assert_ends_right(post, broker, job)
+
+
+def test_a_flood_of_one_job_holds_up_no_other(post: Post, mam: Mam, nats: Broker,
+                                              observe: Callable[..., Observer]) -> None:
+    """Lost: hours, by a job whose one event waits behind another's five thousand."""
+    mam.env = nats.env()
+    flood, other = unique("flood"), unique("other")
+    post.add(flood, other)
+    watcher = observe(nats)
+    post.say(other, "started")
+    post.run()
+    post.wait_sent(other)
+    with post.registry() as registry, registry.write():
+        job = registry.job(flood)
+        for number in range(5000):
+            event = registry._append_event(job, "progress", "worker", f"drop {number}", {})
+            job = job._replace(last_seq=event.seq)
+        registry._update_job(job, {"last_seq": job.last_seq, "status": "running"})
+    post.say(other, "completed")
+    watcher.wait_for(lambda m: other in m.topic and b'"completed"' in m.payload, 60, "the other job's event")
+    before = len(watcher.messages("events", flood))
+    assert before < 2500, f"{before} events of the flood came first"
+    post.wait_sent(timeout=60)
+    poll(lambda: len(seqs(watcher, flood)) == 5000, 60, "the flood")
+    assert seqs(watcher, flood) == list(range(1, 5001))
+
+
+def test_an_event_the_broker_will_not_have_blocks_nobody_else(post: Post, mam: Mam, own_broker: Any) -> None:
+    """Lost: everybody's news, because one agent's long report makes the broker close the connection."""
+    broker = own_broker("mosquitto", extra="max_packet_size 20000")
+    mam.env = broker.env()
+    poisoned, other = unique("poison"), unique("other")
+    post.add(poisoned, other)
+    post.say(other, "started")
+    run = post.run(HASTE)
+    post.wait_sent(other)
+    post.say(poisoned, "progress", fields={"feedback": "x" * 60000})
+    poll(lambda: post.line().get("failures", 0) or post.line().get("connects", 0) > 1, UP_S, "the broker closed")
+    post.say(poisoned, "progress", "behind it")
+    post.say(other, "progress", "not held up")
+    post.wait_sent(other)
+    poll(lambda: "held back" in run.stderr, UP_S, lambda: f"said in the log: {run}")
+    post.say(other, "completed")
+    post.wait_sent(other)
+    assert_ends_right(post, broker, other)
+    assert post.rows("SELECT count(*) FROM events WHERE job_id = ? AND owed = 1", poisoned) == [(2,)]
+
+
+@pytest.mark.parametrize("kind", ["nats", "mosquitto"])
+@pytest.mark.parametrize("memory", [True, False])
+def test_what_a_broker_forgot_it_is_told_again_and_else_nothing(
+        post: Post, mam: Mam, own_broker: Any, observe: Callable[..., Observer], kind: str, memory: bool) -> None:
+    """Lost: every state and end, after a broker lost its disk; or a storm of repetitions after each restart."""
+    broker = own_broker(kind)
+    mam.env = broker.env()
+    ended, running = post.add(unique("ended")), post.add(unique("running"))
+    post.say(ended, "started")
+    post.say(ended, "completed")
+    post.say(running, "started")
+    post.run(HASTE)
+    post.wait_sent()
+    if memory and kind == "mosquitto":
+        broker.wait_written(running.encode())
+    watcher = observe(broker)
+    connects = post.line()["connects"]
+    broker.restart(wipe=not memory)
+    poll(lambda: post.line()["connects"] > connects and post.line()["state"] == "up", UP_S, "reconnected")
+    watcher.wait_ready()
+    if memory:
+        post.say(running, "progress", "the next news")
+        post.wait_sent()
+        again = [m for m in watcher.all if not m.retain and b"the next news" not in m.payload]
+        assert again == []
+    poll(lambda: state_of(broker, running).get("status") == "running", UP_S, "the running job's state", interval=0.2)
+    poll(lambda: end_of(broker, ended).get("event") == "completed", UP_S, "the ended job's end", interval=0.2)
+    assert_ends_right(post, broker, ended)
+
+
+def test_an_end_in_flight_is_taken_back_when_the_job_is_redispatched(post: Post, mam: Mam, broker: Broker,
+                                                                     proxy: Any) -> None:
+    """Lost: a new attempt, which every later subscriber takes for ended."""
+    way = proxy(broker)
+    mam.env = way.env(broker)
+    job = post.add(unique("again"))
+    post.say(job, "started")
+    post.run()
+    post.wait_sent(job)
+    way.stall("down")
+    post.say(job, "completed", "the old end")
+    poll(lambda: b"the old end" in way.recorded_up, UP_S, "in flight")
+    mam("redispatch", job, "--no-deliver", check=0)
+    way.resume()
+    post.wait_sent(job)
+    assert retained(broker, topics(job)[0]) is None
+    state = state_of(broker, job)
+    assert (state["status"], state["data"]["attempt_id"]) == ("pending", 2)
+
+
+def test_a_job_with_its_own_broker_is_sent_there_and_only_there(post: Post, mam: Mam, nats: Broker,
+                                                                mosquitto: Broker) -> None:
+    """Lost: the confidence of a job that was given a broker of its own."""
+    mam.env = nats.env()
+    default, own = unique("default"), unique("own")
+    for job, flags in ((default, []), (own, ["--broker", f"127.0.0.1:{mosquitto.port}"])):
+        mam("register", "--agent-session", "queue:q", "--prompt", "x", "--job-id", job, *flags, check=0)
+        post.say(job, "started")
+    post.run()
+    post.wait_sent()
+    lines = mam("daemon", "status", check=0).stdout.splitlines()
+    for server in (nats, mosquitto):
+        assert any(line.startswith(f"broker 127.0.0.1:{server.port}: up") for line in lines), lines
+    assert state_of(nats, default)["status"] == state_of(mosquitto, own)["status"] == "running"
+    assert not state_of(nats, own) and not state_of(mosquitto, default)
+
+
+# ---- a registry that cannot be written for a while --------------------------------------------------------------
+
+def full_disk(tmp_path: Path) -> "tuple[Path, str]":
+    flag = tmp_path / "full"
+    return flag, FULL_DISK.format(flag=str(flag))
+
+
+def until_met(flag: Path) -> None:
+    """Until the daemon has met the full disk."""
+    poll(lambda: Path(f"{flag}.met").exists(), UP_S, "the daemon met the full disk")
+
+
+def test_an_acknowledgement_that_comes_while_the_disk_is_full_is_not_forgotten(
+        post: Post, mam: Mam, mosquitto: Broker, proxy: Any, tmp_path: Path) -> None:
+    """Lost: all further news of a job whose acknowledgement met a full disk, until the daemon is restarted."""
+    way = proxy(mosquitto)
+    mam.env = way.env(mosquitto)
+    job = post.add(unique("full"))
+    flag, code = full_disk(tmp_path)
+    post.say(job, "started")
+    run = post.run(code)
+    post.wait_sent(job)
+    way.stall("down")
+    post.say(job, "progress", "the disk fills up")
+    poll(lambda: b"the disk fills up" in way.recorded_up, UP_S, "sent")
+    flag.touch()
+    way.resume()
+    until_met(flag)
+    flag.unlink()
+    post.say(job, "completed")
+    post.wait_sent(job, 15)
+    assert run.code is None or run.code == 0
+    assert_ends_right(post, mosquitto, job)
+
+
+def test_a_message_that_comes_while_the_disk_is_full_is_not_forgotten(
+        post: Post, mam: Mam, mosquitto: Broker, tmp_path: Path, observe: Callable[..., Observer]) -> None:
+    """Lost: the end of a remote job. The broker has its acknowledgement and never sends it again."""
+    mam.env = mosquitto.env()
+    far = Far(post, unique("far"))
+    flag, code = full_disk(tmp_path)
+    run = post.run(code)
+    far.wait_subscribed()
+    sender = observe(mosquitto, None)
+    far.send(sender, 1, "started")
+    post.wait_status(far.job, "running")
+    flag.touch()
+    far.send(sender, 2, "completed")
+    until_met(flag)
+    flag.unlink()
+    post.wait_status(far.job, "completed", 15)
+    assert run.code is None or run.code == 0
+
+
+def test_every_deadline_that_met_a_full_disk_is_kept_later(post: Post, mam: Mam, tmp_path: Path) -> None:
+    """Lost: the deadlines of all jobs but one, after a moment without space: those jobs stay open for ever."""
+    jobs = [unique("due") for _ in range(3)]
+    post.add(*jobs, timeout_sec=1.0)
+    flag, code = full_disk(tmp_path)
+    moment = post.module.instant()
+    for job in jobs:
+        post.say(job, "started")
+    with post.registry() as registry, registry.write():
+        for job in jobs:
+            registry._execute("UPDATE jobs SET delivered_mono = ?, delivered_at = ? WHERE job_id = ?",
+                              (moment, post.module.utc_now(), job))
+    flag.touch()
+    run = post.run(code, wait=False)
+    until_met(flag)
+    time_up = time.monotonic() + 1.5
+    poll(lambda: time.monotonic() > time_up, 5, "all three are due")
+    flag.unlink()
+    for job in jobs:
+        assert post.wait_status(job, "error", 15).reason == "deadline_timeout"
+    assert run.code is None or run.code == 0
+
+
+# ---- beats -----------------------------------------------------------------------------------------------------
+
+def beats(post: Post, job_id: str) -> List[Any]:
+    return post.rows("SELECT attempt_id, watch, touched_mono FROM beats WHERE job_id = ?", job_id)
+
+
+def touched(post: Post, job_id: str) -> str:
+    return str(beats(post, job_id)[0][2])
+
+
+def wait_beats(post: Post, job_id: str, count: int = 3) -> None:
+    for _ in range(count):
+        last = touched(post, job_id)
+        poll(lambda: touched(post, job_id) != last, UP_S, lambda: f"a beat: {post.describe()}")
+
+
+@pytest.mark.parametrize("body", ["zombie", "reaped"])
+def test_a_worker_is_alive_as_long_as_its_process_and_no_longer(post: Post, mam: Mam, sleeper: Any, body: str) -> None:
+    """Lost: the difference between an agent that thinks and one that has crashed."""
+    job, worker = post.add("j"), sleeper()
+    mam("publish", job, "--event", "started", "--heartbeat", 0.3, "--watch-pid", worker.pid, check=0)
+    wait_beats(post, job)
+    worker.kill()
+    if body == "reaped":
+        worker.wait()
+    begun = time.monotonic()
+    poll(lambda: not beats(post, job), UP_S, "the beat ends")
+    assert time.monotonic() - begun < 5, "within one period, and a loaded machine's delay"
+    assert "beat_stopped" in post.notes(job) and post.job(job).status == "running"
+
+
+@pytest.mark.parametrize("end", ["completed", "redispatch", "timeout"])
+def test_a_beat_ends_with_its_attempt(post: Post, mam: Mam, sleeper: Any, end: str) -> None:
+    """Lost: the truth, by a worker shown alive after its job ended or was given to another."""
+    job = post.add("j", timeout_sec=2.0 if end == "timeout" else 3600.0)
+    mam("publish", job, "--event", "started", "--heartbeat", 0.2, "--watch-pid", sleeper().pid, check=0)
+    wait_beats(post, job, 2)
+    if end == "completed":
+        mam("publish", job, "--event", "completed", check=0)
+    elif end == "redispatch":
+        mam("redispatch", job, "--force", "--no-deliver", check=0)
+    else:
+        assert post.wait_status(job, "error").reason == "deadline_timeout"
+    assert not beats(post, job)
+
+
+def test_no_beat_follows_the_end_whatever_was_stopped_in_between(post: Post, mam: Mam, mosquitto: Broker,
+                                                                 observe: Callable[..., Observer]) -> None:
+    """Lost: an end, overruled by the heartbeat of a worker that no longer exists."""
+    mam.env = mosquitto.env()
+    watcher = observe(mosquitto)
+    jobs = [unique("end") for _ in range(6)]
+    post.add(*jobs)
+    for job in jobs:
+        post.say(job, "started", fields={"heartbeat_sec": 0.05})
+    run = post.run()
+    post.wait_line()
+    for job in jobs:
+        last = len(post.numbers(job)) and post.numbers(job)[-1]
+        poll(lambda: post.numbers(job)[-1] > last, UP_S, "a beat on the wire")
+        pause(run.pid)                              # somewhere in mid-beat
+        post.say(job, "completed")
+        resume(run.pid)
+    post.wait_sent()
+    post.wait_look()
+    for job in jobs:
+        last_event = post.rows("SELECT event, seq FROM events WHERE job_id = ? AND seq IS NOT NULL ORDER BY seq DESC "
+                               "LIMIT 1", job)[0]
+        assert last_event == ("completed", post.job(job).last_seq)
+        on_wire = [m.json() for m in watcher.messages("events", job)]
+        assert (on_wire[-1]["event"], on_wire[-1]["seq"]) == last_event
+        assert_ends_right(post, mosquitto, job)
+
+
+def test_an_hour_of_beats_is_one_line_without_a_hole(post: Post, mam: Mam, mosquitto: Broker,
+                                                     observe: Callable[..., Observer]) -> None:
+    """Lost: the disk (2.9 million lines a day), or two seconds at each hole for whoever reads later."""
+    mam.env = mosquitto.env()
+    job = post.add(unique("beats"))
+    watcher = observe(mosquitto)
+    post.say(job, "started", fields={"heartbeat_sec": 0.1})
+    post.run()
+    poll(lambda: len(seqs(watcher, job)) > 6, UP_S, "six beats on the wire")
+    post.say(job, "progress", "work")
+    poll(lambda: max(seqs(watcher, job)) > max(m.json()["seq"] for m in watcher.messages("events", job)
+                                               if m.json()["detail"] == "work") + 3
+         if b"work" in b"".join(m.payload for m in watcher.messages("events", job)) else False, UP_S, "more beats")
+    post.say(job, "completed")
+    post.wait_sent(job)
+    rows = post.rows("SELECT source, detail FROM events WHERE job_id = ? AND seq IS NOT NULL ORDER BY seq", job)
+    assert [row[0] for row in rows] in (["worker", "beat", "worker", "beat", "worker"],
+                                        ["worker", "beat", "beat", "worker", "beat", "worker"],
+                                        ["worker", "beat", "worker", "beat", "beat", "worker"],
+                                        ["worker", "beat", "beat", "worker", "beat", "beat", "worker"])
+    with post.registry() as registry:
+        follower = post.module.Follower(registry, [job])
+        assert len(follower.poll()) == len(rows) and follower.done      # at once, with nothing to wait for
+        assert registry.missing_numbers(registry.job(job)) is None
+
+
+def test_arming_again_replaces_and_watches_the_new_process_alone(post: Post, mam: Mam, sleeper: Any) -> None:
+    """Lost: the sign of life of an agent that was started anew, because its first process ended."""
+    job, first, second = post.add("j"), sleeper(), sleeper()
+    for worker in (first, second):
+        mam("publish", job, "--event", "started", "--heartbeat", 0.2, "--watch-pid", worker.pid, check=0)
+    assert [json.loads(row[1])["pid"] for row in beats(post, job)] == [second.pid]
+    first.kill()
+    first.wait()
+    wait_beats(post, job, 3)
+    second.kill()
+    poll(lambda: not beats(post, job), UP_S, "the beat ends with the second")
+
+
+def test_an_ended_attempt_arms_nothing(post: Post, mam: Mam, sleeper: Any) -> None:
+    """Lost: the end, by a worker that says `started` once more when all is over."""
+    job = post.add("j")
+    post.say(job, "completed")
+    done = mam("publish", job, "--event", "started", "--heartbeat", 0.2, "--watch-pid", sleeper().pid, check=4)
+    assert "leave your work in place" in done.stderr
+    assert not beats(post, job) and post.job(job).status == "completed"
+
+
+def test_alive_and_progressing_are_two_things(post: Post, mam: Mam, sleeper: Any) -> None:
+    """Lost: seeing that an agent lives and gets nowhere."""
+    job = post.add("j")
+    mam("publish", job, "--event", "started", "--heartbeat", 0.3, "--watch-pid", sleeper().pid, check=0)
+
+    def shown() -> Dict[str, Any]:
+        return dict(mam("--json", check=0).json()["open"][0])
+    poll(lambda: shown()["progress_s"] > 1.2, UP_S, "no progress for a while", interval=0.2)
+    wait_beats(post, job, 1)
+    seen = shown()
+    assert seen["alive_s"] < seen["progress_s"]
+
+
+# ---- deadlines -------------------------------------------------------------------------------------------------
+
+def ended_after(post: Post, job_id: str, moment: float) -> float:
+    """Seconds from `moment` (time.time()) to the record of a job's end."""
+    text = post.rows("SELECT logged_at FROM events WHERE job_id = ? AND event = 'error' ORDER BY n DESC", job_id)[0][0]
+    whole = post.module.parse_utc(text)
+    return float(whole + int(text[20:23]) / 1000 - moment)
+
+
+def test_a_job_that_nobody_began_is_blocked_after_t_and_not_before(post: Post, mam: Mam) -> None:
+    """Lost: hours of waiting for an agent that never read its brief; or one that reads for a while."""
+    post.add("queued", ack_timeout_sec=0.3, session="queue:nobody")
+    post.add("taken", ack_timeout_sec=1.5)
+    begun = time.time()
+    mam("pick", "--agent-session", "queue:q", check=0)
+    job = post.wait_status("taken", "error")
+    assert job.reason == "agent_blocked" and ended_after(post, "taken", begun) >= 1.5
+    assert post.job("queued").status == "pending", "no deadline runs for what nobody has taken"
+
+
+def test_silence_is_unresponsive_after_idle_and_every_event_renews_it(post: Post) -> None:
+    """Lost: a dead agent's job, open for ever; or a slow agent's, closed between two signs of life."""
+    post.add("j", idle_timeout_sec=2.0)
+    post.say("j", "started")
+    post.run()
+    for _ in range(3):
+        begun = time.monotonic()
+        poll(lambda: time.monotonic() - begun > 1.0, 5, "half of the idle time")
+        assert post.say("j").committed
+        last = time.time()
+    assert post.wait_status("j", "error").reason == "unresponsive"
+    assert ended_after(post, "j", last) >= 1.9
+
+
+def test_the_wall_clock_ends_even_a_lively_job(post: Post) -> None:
+    """Lost: the one limit that holds for an agent which is busy for ever."""
+    begun = time.time()
+    post.add("j", timeout_sec=2.0)
+    post.say("j", "started", fields={"heartbeat_sec": 0.1})
+    post.run()
+    while post.job("j").status == "running":
+        post.say("j")
+        assert time.time() - begun < UP_S
+    assert post.job("j").reason == "deadline_timeout" and ended_after(post, "j", begun) >= 1.0
+
+
+def test_an_event_between_the_look_and_the_verdict_wins(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost: a living agent's job, closed in the very moment in which it spoke."""
+    module = post.module
+    post.add("j", idle_timeout_sec=0.05)
+    post.say("j", "started")
+    real = module.record
+
+    def record(*args: Any, **options: Any) -> Any:
+        post.say("j", "progress", "just in time")
+        return real(*args, **options)
+    monkeypatch.setattr(module, "record", record)
+    with post.registry() as registry:
+        clock = module.Clock(registry, module.load_settings(str(post.mam.registry_dir)), lambda job_id: False)
+        clock.refresh(registry.open_jobs(), {}, time.monotonic() - 10)
+        poll(lambda: clock.turn(time.monotonic()), 5, "a verdict was tried")
+    assert post.job("j").status == "running" and "refused" in post.notes("j")
+
+
+def test_a_host_that_slept_closes_nobody_when_it_wakes(post: Post) -> None:
+    """Lost: every job of a laptop whose lid was closed for longer than idle."""
+    post.add("j", idle_timeout_sec=2.0)
+    run = post.run(wait=False)
+    post.wait_daemon()
+    post.say("j", "started")
+    post.wait_look()
+    post.say("j")
+    pause(run.pid)
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 3.5, 10, "a sleep longer than idle")
+    resume(run.pid)
+    woken = time.time()
+    assert post.wait_status("j", "error").reason == "unresponsive"
+    assert ended_after(post, "j", woken) >= 1.8, "idle starts anew"
+
+
+def test_a_new_daemon_gives_everybody_their_idle_time(post: Post) -> None:
+    """Lost: the jobs that were silent while no daemon ran, closed by the first look of the next one."""
+    post.add("j", idle_timeout_sec=1.5)
+    post.say("j", "started")
+    boot, mono = post.module.instant().split(" ")
+    with post.registry() as registry, registry.write():
+        registry._execute("UPDATE jobs SET last_event_mono = ?", (f"{boot} {float(mono) - 100:.3f}",))
+    begun = time.time()
+    post.run(wait=False)
+    assert post.wait_status("j", "error").reason == "unresponsive"
+    assert ended_after(post, "j", begun) >= 1.5
+
+
+def test_the_check_of_finished_work_may_be_silent(post: Post, mam: Mam) -> None:
+    """Lost: finished work, thrown away because its tests ran longer than the agent may be silent."""
+    done = mam("delegate", "--agent-session", "exec:e", "--exec", "true", "--prompt", "x", "--validate", "sleep 2.5",
+               "--idle-timeout", 1, "--ack-timeout", 1, check=0)
+    assert "RESULT" in done.stdout and "completed" in done.stdout
+
+
+def test_a_remote_job_is_not_closed_while_nobody_could_hear_it(post: Post, mam: Mam, own_broker: Any,
+                                                               observe: Callable[..., Observer]) -> None:
+    """Lost: remote work, given up because our own broker was down for longer than idle."""
+    broker = own_broker("mosquitto")
+    mam.env = broker.env()
+    far = Far(post, unique("deaf"), idle_timeout_sec=1.5)
+    post.run(HASTE)
+    far.wait_subscribed()
+    with contextlib.closing(observe(broker, None)) as sender:
+        far.send(sender, 1, "started")
+        post.wait_status(far.job, "running")
+    broker.stop()
+    poll(lambda: post.line()["state"] != "up", UP_S, "the daemon knows")
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 3.0, 10, "a silence longer than idle")
+    assert post.job(far.job).status == "running"
+    broker.start()
+    far.wait_subscribed()
+    heard = time.time()
+    assert post.wait_status(far.job, "error").reason == "unresponsive"
+    assert ended_after(post, far.job, heard) >= 1.0, "idle starts with the subscription"
+
+
+def test_a_daemon_born_while_the_broker_is_down_closes_no_remote_job(post: Post, mam: Mam, own_broker: Any,
+                                                                     observe: Callable[..., Observer]) -> None:
+    """Lost: remote work, given up because a note of the killed daemon's subscription was believed."""
+    broker = own_broker("mosquitto")
+    mam.env = broker.env()
+    far = Far(post, unique("deaf"), idle_timeout_sec=1.0)
+    run = post.run()
+    far.wait_subscribed()
+    with contextlib.closing(observe(broker, None)) as sender:
+        far.send(sender, 1, "started")
+        post.wait_status(far.job, "running")
+    run.kill()
+    broker.stop()
+    post.run(HASTE, wait=False)
+    post.wait_daemon(but=run.pid)
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 2.5 or post.job(far.job).status != "running", 10, "longer than idle")
+    assert post.job(far.job).status == "running"
+
+
+# ---- remote jobs -----------------------------------------------------------------------------------------------
+
+class Far:
+    """A remote job and the worker that speaks for it, with the keys that its registration made."""
+
+    def __init__(self, post: Post, job: str, **columns: Any) -> None:
+        self.post, self.job = post, job
+        post.add(job, session="remote:far", transport="remote", **columns)
+        with post.registry() as registry:
+            self.keys = registry.attempt_keys(job)
+
+    def wait_subscribed(self) -> None:
+        def done() -> bool:
+            moment = self.post.rows("SELECT subscribed_mono FROM jobs WHERE job_id = ?", self.job)[0][0]
+            return bool(moment) and self.post.line().get("state") == "up"
+        poll(done, UP_S, lambda: f"subscribed: {self.post.describe()}")
+
+    def payload(self, seq: int, event: str = "progress", detail: str = "", attempt: int = 1,
+                data: Optional[Dict[str, Any]] = None, **fields: Any) -> Dict[str, Any]:
+        token = self.keys[attempt][0] if attempt in self.keys else "none"
+        made = self.post.module.event_payload(self.job, seq, event, "2024-05-01T10:00:00Z", detail or f"{event} {seq}",
+                                              {"attempt_id": attempt, "dispatch_token": token, **(data or {})})
+        return {**made, **fields}
+
+    def signed(self, *args: Any, key: str = "", **fields: Any) -> bytes:
+        payload = self.payload(*args, **fields)
+        return bytes(self.post.module.sign(payload, key or self.keys[payload["data"]["attempt_id"]][1]))
+
+    def send(self, sender: Observer, *args: Any, **fields: Any) -> None:
+        sender.publish(topics(self.job)[0], self.signed(*args, **fields))
+
+    def state(self, seq: int, status: str, last_event: str) -> bytes:
+        return self.signed(seq, "state", status, status=status, phase=None, last_event=last_event)
+
+
+@pytest.fixture
+def far(post: Post, mam: Mam, broker: Broker) -> Far:
+    mam.env = broker.env()
+    return Far(post, unique("far"))
+
+
+def test_a_remote_job_is_followed_each_event_once_and_in_order(post: Post, mam: Mam, broker: Broker,
+                                                               observe: Callable[..., Observer]) -> None:
+    """Lost: the story of a remote job, when the network doubles and reorders what its worker said."""
+    mam.env = broker.env()
+    job = unique("far")
+    mam("register", "--agent-session", "remote:x", "--job-id", job, "--prompt", "x", check=0)
+    record = json.loads(mam("get", job, "--show-secrets", check=0).stdout)
+    follower = mam.popen("subscribe", "--job", job, "--remote", "--timeout", 60)
+    follower.wait_for("SUBSCRIBED")
+    far = Far.__new__(Far)
+    far.post, far.job, far.keys = post, job, {1: (record["dispatch_token"], record["auth_token"])}
+    far.wait_subscribed()
+    sender = observe(broker, None)
+    for seq, event in ((2, "progress"), (1, "started"), (2, "progress"), (4, "progress"), (3, "progress"),
+                       (1, "started"), (5, "completed"), (5, "completed")):
+        far.send(sender, seq, event)
+    done = follower.wait()
+    assert done.code == 0
+    shown = [line for line in done.stdout.splitlines() if f"job={job}" in line]
+    assert [f"seq={number} " in line for number, line in enumerate(shown, 1)] == [True] * 5, done.stdout
+    poll(lambda: post.info().get("drops", {}).get("duplicate", 0) >= 2 or not post.daemons(), UP_S, "counted")
+
+
+def hostile(far: Far, other: Far) -> List[Any]:
+    """(reason, topic, message) of what must not be believed."""
+    events, state = topics(far.job)
+    good = far.payload(7)
+    key = far.keys[1][1]
+
+    def sign(payload: Any) -> bytes:
+        return bytes(far.post.module.sign(payload, key))
+    deep = b'{"schema_version":1,"data":' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}"
+    return [
+        ("size", events, b'{"a":"' + b"x" * 300000 + b'"}'),
+        ("json", events, far.signed(7)[:-20]),
+        ("json", events, b"\xff\xfe{}"),
+        ("json", events, deep),
+        ("json", events, b'{"schema_version":1,"data":{},"seq":NaN}'),
+        ("json", events, b'{"a":1,"a":2}'),
+        ("shape", events, b"[1,2,3]"),
+        ("shape", events, b'{"schema_version":1,"data":[]}'),
+        ("schema_version", events, sign({**good, "schema_version": 2})),
+        ("topic", events, other.signed(7)),
+        ("vocabulary", events, sign({**good, "event": "exploded"})),
+        ("vocabulary", state, far.signed(7)),
+        ("attempt", events, sign({**good, "data": {**good["data"], "attempt_id": 9}})),
+        ("attempt", events, sign({**good, "data": {**good["data"], "attempt_id": "1"}})),
+        ("signature", events, far.signed(7, key="x" * 43)),
+        ("signature", events, json.dumps(good).encode()),
+        ("signature", events, far.signed(7, "completed").replace(b"completed 7", b"completed 8")),
+        ("token", events, sign({**good, "data": {**good["data"], "dispatch_token": "f" * 32}})),
+        ("intent", events, far.signed(7, data={"notification_intent": {"seq": 1}})),
+        ("intent", events, far.signed(7, data={"notification_intent": "mine"})),
+        ("seq", events, sign({**good, "seq": "7"})),
+        ("seq", events, sign({**good, "seq": -1})),
+        ("seq", events, sign({**good, "seq": True})),
+    ]
+
+
+def test_nothing_foreign_is_believed_and_every_drop_is_counted(far: Far, post: Post, mam: Mam, broker: Broker,
+                                                               observe: Callable[..., Observer]) -> None:
+    """Lost: a job, ended by whoever can publish; or a daemon, ended by what nobody foresaw."""
+    other = Far(post, unique("other"))
+    run = post.run()
+    far.wait_subscribed()
+    other.wait_subscribed()
+    sender = observe(broker, None)
+    far.send(sender, 1, "started")
+    post.wait_status(far.job, "running")
+    messages = hostile(far, other)
+    for _, topic, raw in messages:
+        sender.publish(topic, raw)
+        far.send(sender, 1, "started")                       # real ones flow in between
+    far.send(sender, 2, "progress")
+    poll(lambda: post.job(far.job).last_seq == 2, UP_S, lambda: f"the real event behind them: {post.describe()}")
+    wanted = Counter(reason for reason, _, _ in messages)
+    wanted["duplicate"] = len(messages)
+    poll(lambda: mam("daemon", "status", "--json", check=0).json()["drops"] == wanted, UP_S,
+         lambda: f"{dict(wanted)} counted: {post.info()['drops']}", interval=0.2)
+    assert "dropped: " in mam("daemon", "status", check=0).stdout
+    assert post.numbers(far.job) == [1, 2] and post.numbers(other.job) == []
+    assert post.job(far.job).status == "running" and run.code is None
+    assert far.keys[1][1] not in run.stderr
+
+
+def test_a_hole_is_asked_for_at_once_and_filled(far: Far, post: Post, broker: Broker,
+                                                observe: Callable[..., Observer]) -> None:
+    """Lost: an event that the network dropped, though its owner still has it."""
+    post.run()
+    far.wait_subscribed()
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    far.send(sender, 1, "started")
+    far.send(sender, 3)
+    asked = sender.wait_for(lambda m: b'"resend"' in m.payload, 10, "a resend")
+    post.module.verify(asked.json(), far.keys[1][1])
+    assert asked.json()["data"]["from_seq"] == 2
+    far.send(sender, 2)
+    poll(lambda: post.numbers(far.job) == [1, 2, 3], UP_S, "filled")
+    with post.registry() as registry:
+        assert [event.seq for event in post.module.Follower(registry, [far.job]).poll()] == [1, 2, 3]
+
+
+def test_a_hole_that_nobody_fills_is_written_down(far: Far, post: Post, broker: Broker,
+                                                  observe: Callable[..., Observer]) -> None:
+    """Lost: knowing that something is missing."""
+    post.run("mam.RESEND_AT_S = (0.0, 0.2, 0.4)\nmam.HOLE_GIVEN_UP_S = 1.0\n")
+    far.wait_subscribed()
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    far.send(sender, 1, "started")
+    far.send(sender, 4)
+    poll(lambda: "seq_gap" in post.notes(far.job), UP_S, "a seq_gap in the log")
+    assert len([m for m in sender.all if b'"resend"' in m.payload]) == 3
+    assert post.numbers(far.job) == [1, 4] and post.job(far.job).status == "running"
+
+
+def test_conflicts_replays_and_old_attempts_change_nothing(far: Far, post: Post, broker: Broker,
+                                                           observe: Callable[..., Observer]) -> None:
+    """Lost: the present attempt, ended by a word of the one before it, or by an old word said again."""
+    post.run()
+    far.wait_subscribed()
+    sender = observe(broker, None)
+    intent = {"notification_intent": {"seq": 2, "event": "progress", "timestamp": "2024-05-01T10:00:00Z"}}
+    far.send(sender, 1, "started")
+    far.send(sender, 2, data=intent)
+    far.send(sender, 3, data=intent)                                   # replayed under another number
+    far.send(sender, 2, detail="other words", data=intent)             # the same number, other bytes
+    poll(lambda: post.info()["drops"].get("conflict") == 1, UP_S, lambda: f"a conflict: {post.info()['drops']}")
+    assert post.info()["drops"].get("replayed") == 1 and "conflict" in post.notes(far.job)
+    assert "ALARM" in post.log()
+    with post.registry() as registry:
+        registry.transition(far.job, "redispatch", source="operator", fields={"force": True})
+        far.keys = registry.attempt_keys(far.job)
+    far.send(sender, 4, "completed", attempt=1)
+    poll(lambda: "late" in post.notes(far.job), UP_S, "the old attempt's word is kept as late")
+    assert post.job(far.job).status == "pending"
+    far.send(sender, 3, "completed", attempt=2)
+    post.wait_status(far.job, "completed")
+
+
+def test_a_retained_state_alone_ends_a_job(far: Far, post: Post, broker: Broker,
+                                           observe: Callable[..., Observer]) -> None:
+    """Lost: the end of a job whose last event was lost, though its state stands on the broker."""
+    sender = observe(broker, None)
+    far.send(sender, 1, "started")
+    sender.publish(topics(far.job)[1], far.state(2, "completed", "completed"), retain=True)
+    post.run()
+    far.wait_subscribed()
+    assert post.wait_status(far.job, "completed").last_seq == 2
+    sender.publish(topics(far.job)[0], far.signed(2, "completed", "the real words"))
+    poll(lambda: not post.daemons() or post.rows("SELECT detail FROM events WHERE job_id = ? AND seq = 2", far.job)
+         == [("the real words",)], UP_S, "")
+
+
+def test_what_was_missed_during_a_loss_is_seen_on_the_state(post: Post, mam: Mam, broker: Broker, proxy: Any,
+                                                            observe: Callable[..., Observer]) -> None:
+    """Lost: the end that was published while our connection was down."""
+    way = proxy(broker)
+    mam.env = way.env(broker)
+    far = Far(post, unique("missed"))
+    post.run(HASTE)
+    far.wait_subscribed()
+    sender = observe(broker, None)
+    far.send(sender, 1, "started")
+    post.wait_status(far.job, "running")
+    way.refuse()
+    way.drop()
+    poll(lambda: post.line()["state"] != "up", UP_S, "the connection is lost")
+    sender.publish(topics(far.job)[1], far.state(2, "error", "error"), retain=True)
+    way.accept()
+    post.wait_status(far.job, "error")
+    assert "reconnected" in post.log()
+
+
+def test_an_old_state_again_and_again_is_no_life(post: Post, mam: Mam, mosquitto: Broker,
+                                                 observe: Callable[..., Observer]) -> None:
+    """Lost: the death of a remote worker, hidden by what a broker repeats."""
+    mam.env = mosquitto.env()
+    far = Far(post, unique("old"), idle_timeout_sec=2.0)
+    post.run()
+    far.wait_subscribed()
+    sender = observe(mosquitto, None)
+    far.send(sender, 1, "started")
+    post.wait_status(far.job, "running")
+
+    def closed() -> bool:
+        sender.publish(topics(far.job)[1], far.state(1, "running", "started"), retain=True)
+        return bool(post.job(far.job).status == "error")
+    poll(closed, UP_S, "closed as unresponsive all the same", interval=0.1)
+    assert post.job(far.job).reason == "unresponsive"
+
+
+def test_a_refused_subscription_is_seen_and_closes_nobody(post: Post, mam: Mam, own_broker: Any) -> None:
+    """Lost: knowing why nothing is heard of a remote job; and the job, given up for a right that is missing."""
+    broker = own_broker("nats", user="host", password="secret-word",
+                        permissions={"host": {"subscribe": {"deny": ["python.mqtt.jobs.>"]}}})
+    mam.env = broker.env()
+    far = Far(post, unique("denied"), idle_timeout_sec=0.5, ack_timeout_sec=0.5)
+    with post.registry() as registry, registry.write():
+        registry._execute("UPDATE jobs SET delivered_at = ?, delivered_mono = ?",
+                          (post.module.utc_now(), post.module.instant()))
+    post.run()
+    poll(lambda: "refused a subscription" in post.log(), UP_S, lambda: f"said in the log: {post.describe()}")
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 1.5 or post.job(far.job).status != "pending", 5, "longer than T and idle")
+    assert post.job(far.job).status == "pending"
+    shown = mam("daemon", "status", "--json", check=0).json()
+    assert shown["subscribed"] == 0
+    assert "refused" in mam("daemon", "status", check=0).stdout, "an unheard job is not said in the status"
+
+
+@settings(max_examples=40, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.data())
+def test_any_order_and_repetition_of_a_stream_gives_the_same_result(post: Post, data: Any) -> None:
+    """Lost: agreement: two hosts that heard the same worker and tell different stories."""
+    post.mam.env = {"MQTT_BROKER": "127.0.0.1"}
+    far = Far(post, unique("stream"))
+    length = data.draw(st.integers(2, 7))
+    events = ["started"] + ["progress"] * (length - 2) + [data.draw(st.sampled_from(["completed", "error"]))]
+    whole = [json.loads(far.signed(number, event)) for number, event in enumerate(events, 1)]
+    order = data.draw(st.permutations(list(range(length)) * 2))
+    with post.registry() as registry:
+        at = 0
+        while at < len(order):
+            size = data.draw(st.integers(1, 4))
+            registry.take_in([whole[number] for number in order[at:at + size]])
+            at += size
+        job = registry.job(far.job)
+        follower = post.module.Follower(registry, [far.job])
+        assert [event.seq for event in follower.poll()] == list(range(1, length + 1))
+    assert (job.status, job.last_seq, job.outcome) == (events[-1], length, events[-1])
+    assert (job.last_event, job.detail) == (events[-1], f"{events[-1]} {length}")
+    assert not {"conflict", "late"} & set(post.notes(far.job))
