@@ -15,7 +15,7 @@ works on one host, over the registry alone.
 Map of this file (a section uses only those above it):
 
      1. Constants           protocol, defaults with their unit, variable names
-     2. Errors              exit codes, MamError
+     2. Errors and exit codes   Exit, MamError
      3. Helpers             time, ids, RFC 8785 JSON, redaction, back-off, files
      4. Configuration       workspace, .mam.env, broker settings (only os.environ here)
      5. Model               job, event, and the table that decides every transition (pure)
@@ -336,6 +336,19 @@ def _no_constant(text: str) -> Any:
     raise BadJson("%s is not JSON" % text)
 
 
+def _safe_int(text: str) -> int:
+    value = int(text)
+    if not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
+        raise BadJson("an integer beyond 2^53-1")
+    return value
+
+
+def _safe_float(text: str) -> float:
+    value = float(text)
+    _es_number(value)
+    return value
+
+
 def parse_json(raw: bytes, limit: int = MAX_PAYLOAD_BYTES) -> Any:
     """Parse bytes nobody vouches for. Total: raises BadJson with the reason, nothing else.
 
@@ -345,8 +358,11 @@ def parse_json(raw: bytes, limit: int = MAX_PAYLOAD_BYTES) -> Any:
     if len(raw) > limit:
         raise BadJson("%d bytes, more than the %d allowed" % (len(raw), limit))
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs,
-                           parse_constant=_no_constant)
+        text = raw.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_pairs, parse_constant=_no_constant,
+                           parse_int=_safe_int, parse_float=_safe_float)
+        if "\\u" in text or text.count("{") + text.count("[") > MAX_JSON_DEPTH:
+            canonical(value)      # only then can there be a lone surrogate, or too deep a nesting
     except BadJson:
         raise
     except UnicodeDecodeError:
@@ -384,7 +400,7 @@ def clean_text(text: str) -> str:
 
 
 # Characters that reorder what a terminal shows: a detail must read as it was written.
-_DIRECTION_CHARACTERS = frozenset(tuple(range(0x202A, 0x202F)) + tuple(range(0x2066, 0x206A)) + (0x200E, 0x200F))
+_DIRECTION_CHARACTERS = frozenset(tuple(range(0x202A, 0x202F)) + tuple(range(0x2066, 0x206A)) + (0x061C, 0x200E, 0x200F))
 
 
 def hide_secrets(text: str, secrets: Iterable[str]) -> str:
@@ -417,8 +433,25 @@ def _paths() -> Any:
         import re
         _path_pattern = re.compile(
             r"(?P<url>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]*)"
-            r"|(?<![\w.~/<>-])(?P<path>/[^\s\"'`<>|*?:;,()\[\]{}=&]*)")
+            r"|(?:(?<![A-Za-z0-9_.~/<-])|(?<=\s-[A-Za-z]))(?<!<path>)(?P<path>/[^\s\"'`<>|*?:;,()\[\]{}=&]*)")
     return _path_pattern
+
+
+def _replace_root(text: str, root: str, mark: str) -> str:
+    """Put mark for root wherever it begins a path: not inside a longer one, nor of a longer name."""
+    start = text.find(root)
+    while start >= 0:
+        end = start + len(root)
+        following, second = text[end:end + 1], text[end + 1:end + 2]
+        ends_here = not (following.isalnum() or following in ("_", "-") or following == "." and second.isalnum())
+        before = text[max(0, start - 3):start]
+        option = before[-2:-1] == "-" and before[-1:].isalpha() and (len(before) < 3 or before[0].isspace())   # -I
+        inside = before[-1:].isascii() and (before[-1:].isalnum() or before[-1:] in ("_", "-", ".", "~", "/"))
+        if ends_here and (option or not inside):
+            text = text[:start] + mark + text[end:]
+            end = start + len(mark)
+        start = text.find(root, end)
+    return text
 
 
 def generalise(text: str, workspace: str, home: str, secrets: Sequence[str]) -> str:
@@ -427,7 +460,8 @@ def generalise(text: str, workspace: str, home: str, secrets: Sequence[str]) -> 
     The workspace becomes `.`, the home directory `~`, any other absolute path
     `<path>/last`; URLs stay, but for `file:` ones and passwords in them (DESIGN 7).
     """
-    text = clean_text(hide_secrets(text, secrets))
+    # Before and after: a secret may hold control characters, and taking them out may lay one bare.
+    text = hide_secrets(clean_text(hide_secrets(text, secrets)), secrets)
     if "/" not in text:
         return text
 
@@ -435,15 +469,7 @@ def generalise(text: str, workspace: str, home: str, secrets: Sequence[str]) -> 
                     if root and root != "/"), key=lambda pair: -len(pair[0]))
 
     for root, mark in roots:   # first, so that a root with spaces in it is recognised too
-        start = text.find(root)
-        while start >= 0:
-            end = start + len(root)
-            before = text[start - 1] if start else ""
-            if text[end:end + 1] in ("", "/") or not (text[end].isalnum() or text[end] in "_.-"):
-                if not (before.isalnum() or before in ("_", "-", ".", "~", "/")):
-                    text = text[:start] + mark + text[end:]
-                    end = start + len(mark)
-            start = text.find(root, end)
+        text = _replace_root(text, root, mark)
 
     def shorten(match: Any) -> str:
         url = match.group("url")
@@ -451,10 +477,9 @@ def generalise(text: str, workspace: str, home: str, secrets: Sequence[str]) -> 
             scheme, _, rest = url.partition("://")
             if scheme.lower() == "file":
                 return "<path>/" + rest.rstrip("/").rpartition("/")[2]
-            user, at, host = rest.partition("@")
-            if at and "/" not in user and ":" in user:
-                return scheme + "://***@" + host
-            return url
+            authority, slash, way = rest.partition("/")
+            user, at, host = authority.rpartition("@")
+            return scheme + "://***@" + host + slash + way if at and ":" in user else url
         path = match.group("path")
         last = path.rstrip("/.").rpartition("/")[2]
         tail = path[len(path.rstrip(".")):]          # the full stop that ends a sentence
@@ -475,7 +500,7 @@ def backoff_s(attempt: int) -> float:
     """Seconds before retry number `attempt` (from 1): exponential, with jitter so that
     many clients of one broken broker do not return in step."""
     import random
-    delay = min(BACKOFF_BASE_S * BACKOFF_FACTOR ** (attempt - 1), BACKOFF_MAX_S)
+    delay = min(BACKOFF_BASE_S * BACKOFF_FACTOR ** min(attempt - 1, 16), BACKOFF_MAX_S)
     return delay * (0.5 + random.random() / 2)
 
 
@@ -2015,7 +2040,7 @@ def run_shell(command: str, workdir: str, env: Dict[str, str], output: Any, time
             try:
                 return process.wait(0.1)
             except subprocess.TimeoutExpired:
-                continue
+                continue   # it goes on: ask `stop`, look at the time, wait again
         return None
     finally:
         end_group(process.pid, grace_s, process.poll)
@@ -2682,6 +2707,7 @@ class CappedFile:
         self.failed = ""       # why writing stopped (a full disk); the command is not held up by it
 
     def write(self, data: bytes) -> None:
+        """Keep output; on a full disk no more of it, for the command must not be held up."""
         while data and not self.failed:
             if self._written < self._head:
                 position, room = self._written, self._head - self._written
@@ -4379,14 +4405,6 @@ COMMANDS: Dict[str, Command] = {
 }
 
 
-# ==============================================================================
-# 20. Main
-#
-# Dispatch to one command, and the one place where an error becomes a message: a
-# line that begins with `mam:`, a hint below it, never a traceback (but --debug).
-# ==============================================================================
-
-
 def usage_text(group: str) -> str:
     """The list of commands of a group."""
     lines = ["mam %s: hand work to coding agents, and know what became of it" % __version__, "",
@@ -4434,6 +4452,14 @@ def build_parser(name: str) -> Any:
                         help="the registry (default: MAM_REGISTRY_DIR, else .mam of the workspace)")
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="tracebacks for errors")
     return parser
+
+
+# ==============================================================================
+# 20. Main
+#
+# Dispatch to one command, and the one place where an error becomes a message: a
+# line that begins with `mam:`, a hint below it, never a traceback (but --debug).
+# ==============================================================================
 
 
 def parse_arguments(argv: Sequence[str]) -> Any:
