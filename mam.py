@@ -400,7 +400,7 @@ def clean_text(text: str) -> str:
 
 
 # Characters that reorder what a terminal shows: a detail must read as it was written.
-_DIRECTION_CHARACTERS = frozenset(tuple(range(0x202A, 0x202F)) + tuple(range(0x2066, 0x206A)) + (0x061C, 0x200E, 0x200F))
+_DIRECTION_CHARACTERS = frozenset([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F])
 
 
 def hide_secrets(text: str, secrets: Iterable[str]) -> str:
@@ -445,7 +445,7 @@ def _replace_root(text: str, root: str, mark: str) -> str:
         following, second = text[end:end + 1], text[end + 1:end + 2]
         ends_here = not (following.isalnum() or following in ("_", "-") or following == "." and second.isalnum())
         before = text[max(0, start - 3):start]
-        option = before[-2:-1] == "-" and before[-1:].isalpha() and (len(before) < 3 or before[0].isspace())   # -I
+        option = before[-2:-1] == "-" and before[-1:].isalpha() and not before[:-2].strip()      # -I/usr/include
         inside = before[-1:].isascii() and (before[-1:].isalnum() or before[-1:] in ("_", "-", ".", "~", "/"))
         if ends_here and (option or not inside):
             text = text[:start] + mark + text[end:]
