@@ -403,6 +403,15 @@ def clean_text(text: str) -> str:
 _DIRECTION_CHARACTERS = frozenset([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F])
 
 
+def is_encodable(text: str) -> bool:
+    """Whether text has a UTF-8 form (an argument that is not UTF-8 comes with lone surrogates)."""
+    try:
+        text.encode("utf-8")
+        return True
+    except UnicodeEncodeError:
+        return False
+
+
 def hide_secrets(text: str, secrets: Iterable[str]) -> str:
     for secret in secrets:
         if secret in text:
@@ -575,7 +584,7 @@ class Settings:
                      "ACCESS_KEY", "CREDENTIAL", "PASSPHRASE")
             found = {value for name, value in self.env.items()
                      if len(value) >= 6 and any(word in name.upper().replace("TOKENS", "") for word in words)
-                     and not value.startswith("/")}
+                     and not (value.startswith("/") and os.path.exists(value))}     # a path to a key is none
             self._secrets = sorted(found, key=len, reverse=True)
         return self._secrets
 
@@ -614,8 +623,8 @@ def read_env_file(path: str) -> Dict[str, str]:
             continue
         if line.startswith("export ") or line.startswith("export\t"):
             line = line[7:].lstrip()
-        key, equals, value = line.partition("=")
-        key, value = key.strip(), value.strip()
+        key, equals, raw = line.partition("=")
+        key, value = key.strip(), raw.strip()
         if not equals or not key.isidentifier() or not key.isascii():
             raise EnvFileError(path, "line %d is not KEY=value" % number)
         if value[:1] in ("'", '"'):
@@ -625,7 +634,7 @@ def read_env_file(path: str) -> Dict[str, str]:
                 raise EnvFileError(path, "line %d has an unfinished quote" % number)
             value = value[1:end]
         else:
-            value = value.partition(" #")[0].rstrip()
+            value = (" " * (raw[:1] in (" ", "\t")) + value).partition(" #")[0].strip()
         if "\0" in value:
             raise EnvFileError(path, "line %d has a NUL character" % number)
         values[key] = value
@@ -669,8 +678,15 @@ def load_settings(registry_dir: Optional[str] = None) -> Settings:
                     env.get("HOME") or os.path.expanduser("~"))
 
 
+def whole_number(text: str, low: int, high: int) -> Optional[int]:
+    """The number that text is, in plain digits, if it lies within the bounds; else None."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(high))):
+        return None
+    return int(text) if low <= int(text) <= high else None
+
+
 def parse_port(text: str, name: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536):
+    if whole_number(text, 1, 65535) is None:
         raise MamError("%s is %r: a port is a number from 1 to 65535" % (name, text), code="bad_broker")
     return int(text)
 
@@ -678,13 +694,16 @@ def parse_port(text: str, name: str) -> int:
 def parse_broker_flag(text: str) -> Dict[str, Any]:
     """The broker block of `--broker [mqtt[s]://][user@]host[:port]`. A password is refused."""
     scheme, found, rest = text.rpartition("://")
-    if found and scheme not in ("mqtt", "mqtts"):
-        raise MamError("--broker is %r: the scheme must be mqtt:// or mqtts://" % text, exit=Exit.USAGE)
     user, _, address = rest.rpartition("@")
-    if ":" in user:
+    if ":" in user:      # first of all, so that no other message repeats it
         raise MamError("--broker must not hold a password", exit=Exit.USAGE, code="secret_in_argv",
                        hint="set MQTT_PASSWORD in the environment or in .mam.env")
-    host, colon, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "")
+    if found and scheme not in ("mqtt", "mqtts"):
+        raise MamError("--broker is %r: the scheme must be mqtt:// or mqtts://" % text, exit=Exit.USAGE)
+    if address.count(":") > 1 and not address.endswith("]"):      # an IPv6 address, with a port only if in brackets
+        host, colon, port = address.rpartition(":") if "]:" in address else (address, "", "")
+    else:
+        host, colon, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "")
     if not host or any(character.isspace() or character == "/" for character in host):
         raise MamError("--broker is %r: no host name in it" % text, exit=Exit.USAGE)
     tls = scheme == "mqtts"
@@ -712,11 +731,14 @@ def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) 
     tls = block["tls"] if "tls" in block else tls_text in ("true", "1", "yes", "on")
     port = block.get("port") or parse_port(settings.get("MQTT_PORT", "8883" if tls else "1883"), "MQTT_PORT")
     keepalive = settings.get("MQTT_KEEPALIVE", "60")
-    if not (keepalive.isdigit() and 0 < int(keepalive) < 65536):
+    if whole_number(keepalive, 1, 65535) is None:
         raise MamError("MQTT_KEEPALIVE is %r: it must be 1 to 65535 seconds" % keepalive, code="bad_broker")
-    return Broker(host, port, bool(tls), block.get("username") or settings.get("MQTT_USERNAME"),
-                  settings.get("MQTT_PASSWORD"), settings.get("MQTT_CA_CERTS"),
-                  settings.get("MQTT_CERTFILE"), settings.get("MQTT_KEYFILE"),
+    # Credentials go to the broker they were set for: naming another for one job must not collect them.
+    ours = host == (settings.get("MQTT_BROKER") or host)
+    username, password, certfile, keyfile = [settings.get(name) if ours else "" for name in (
+        "MQTT_USERNAME", "MQTT_PASSWORD", "MQTT_CERTFILE", "MQTT_KEYFILE")]
+    return Broker(host, port, bool(tls), block.get("username") or username, password,
+                  settings.get("MQTT_CA_CERTS"), certfile, keyfile,
                   settings.get("MQTT_CLIENT_ID_PREFIX", "hermes"), int(keepalive))
 
 
@@ -949,7 +971,7 @@ def transport_of(session: str) -> str:
 def check_artifact(path: str, workdir: str) -> str:
     """An expected artifact as a path relative to the workdir; it must lie inside it."""
     relative = os.path.relpath(path, workdir) if os.path.isabs(path) else os.path.normpath(path)
-    if not path or relative == ".." or relative.startswith("../") or "\0" in path:
+    if not path or not is_encodable(path) or relative == ".." or relative.startswith("../") or "\0" in path:
         raise MamError("--artifact %r: it must be a path inside the workdir" % path, code="bad_artifact")
     return relative
 
@@ -1024,7 +1046,7 @@ def verify(payload: Any, key: str) -> None:
         actual = signature(payload, key)
     except ValueError as error:     # BadJson too
         raise Rejected("signature", str(error)) from None
-    if not hmac.compare_digest(claimed_bytes, actual):
+    if claimed_bytes.hex() != claimed or not hmac.compare_digest(claimed_bytes, actual):   # one form only
         raise Rejected("signature", "wrong signature")
 
 
@@ -1066,7 +1088,7 @@ def check_data(data: Any) -> Dict[str, Any]:
         raise MamError("--data uses a reserved name: %s" % ", ".join(reserved), code="bad_data",
                        hint="choose another name; mam sets this one itself")
     try:
-        size = len(canonical(data))
+        size = len(canonical([data])) - 2          # as deep as it will lie in the event
     except BadJson as error:
         raise MamError("--data cannot be signed: %s" % error, code="bad_data") from None
     if size > MAX_DATA_BYTES:
@@ -3520,7 +3542,7 @@ def _positive(text: str) -> float:
 
 def _count(text: str) -> int:
     import argparse
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) < 100000000):
+    if whole_number(text, 1, 99999999) is None:
         raise argparse.ArgumentTypeError("%r is not a positive whole number" % text)
     return int(text)
 
@@ -3546,17 +3568,9 @@ def _read_text(source: str, what: str) -> str:
 
 
 def _argument_text(text: str, what: str) -> str:
-    if not clean_encodable(text):
+    if not is_encodable(text):
         raise MamError("%s is not UTF-8" % what, exit=Exit.USAGE, code="undecodable")
     return text
-
-
-def clean_encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-        return True
-    except UnicodeEncodeError:
-        return False
 
 
 def _add_prompt(parser: Any, required: bool) -> None:
@@ -3691,7 +3705,7 @@ def cmd_delegate(args: Any) -> int:
     record_.update(command=args.command, feed_stdin=int(args.stdin), validate_cmd=args.validate,
                    supervisor=keeper_of("delegate"))
     for name, text in (("--exec", args.command), ("--validate", args.validate)):
-        if text is not None and ("\0" in text or not clean_encodable(text)):
+        if text is not None and ("\0" in text or not is_encodable(text)):
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
     preflight(settings, args.agent_session, args.command, workdir)
     warn_public_broker(settings, broker_settings(settings, parse_broker_flag(args.broker) if args.broker else None))
@@ -3818,7 +3832,7 @@ def _attempt_of(args: Any, settings: Settings, job_id: str) -> Tuple[Optional[in
     if mine and mine != job_id:
         return None, None      # an agent that delegates speaks about another job than its own
     attempt = settings.get("MAM_ATTEMPT_ID")
-    if attempt and not attempt.isdigit():
+    if attempt and whole_number(attempt, 1, MAX_SAFE_INTEGER) is None:
         raise MamError("MAM_ATTEMPT_ID is %r: it must be a number" % attempt, code="bad_value")
     return int(attempt) if attempt else None, settings.get("MAM_DISPATCH_TOKEN") or None
 
