@@ -1689,7 +1689,7 @@ class Registry:
         changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
                    "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
                    "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
-                   "finished_at": None, "last_event_mono": None}
+                   "finished_at": None, "last_event_mono": None, "supervisor": fields.get("supervisor")}
         if fields.get("prompt") is not None:
             changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
         self._update_job(job, changes)
@@ -1732,14 +1732,21 @@ class Registry:
             self._update_job(job, changes, visible=False)
             return True
 
-    def claim_session(self, job: Job) -> Optional[str]:
-        """Begin a delivery into a pane unless another open job has it; the other job's id if so."""
+    def claim_session(self, job: Job) -> Tuple[bool, Optional[str]]:
+        """Begin a delivery into a pane: (ours to deliver, the other open job that has the pane).
+
+        By compare-and-swap, for a prompt is never injected twice.
+        """
         with self.write():
-            other = self.open_in_session(job.agent_session, job.job_id)
+            now = self.job(job.job_id)
+            if (now.attempt_id, now.delivery) != (job.attempt_id, "none") or now.outcome is not None \
+                    or now.status not in OPEN_STATUSES:
+                return False, None
+            other = self.open_in_session(now.agent_session, now.job_id)
             if other is None:
-                self._update_job(job, {"delivery": "sending", "delivered_at": utc_now(),
+                self._update_job(now, {"delivery": "sending", "delivered_at": utc_now(),
                                        "delivered_mono": instant()}, visible=False)
-            return other
+            return other is None, other
 
     def adopt_run(self, job_id: str, attempt: int, run: Dict[str, Any]) -> bool:
         """Become the one process that runs an attempt's command. False: somebody is, or it is over."""
@@ -1758,6 +1765,12 @@ class Registry:
     def _write_run(self, job: Job, run: Dict[str, Any]) -> None:
         self._execute("UPDATE attempts SET run = ? WHERE job_id = ? AND attempt_id = ?",
                       (compact_json(run), job.job_id, job.attempt_id))
+
+    def earlier_runs(self, job: Job) -> List[str]:
+        """The process identities of the commands of a job's attempts before this one."""
+        return [row[0] for row in self._execute(
+            "SELECT run FROM attempts WHERE job_id = ? AND attempt_id < ? AND run IS NOT NULL AND run_ended_at IS NULL",
+            (job.job_id, job.attempt_id))]
 
     def end_run(self, job: Job, exit_status: Optional[int]) -> None:
         """Note that an attempt's command is over, with its exit status (negative: the signal)."""
@@ -2124,6 +2137,11 @@ class GatedChild:
         return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
+def ignore_sigterm() -> None:
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def raise_on_sigterm() -> None:
     """Turn SIGTERM into Terminated, so that a command can finish up before it goes."""
     import signal
@@ -2444,6 +2462,7 @@ class Follower:
         self._cursor = registry.before_first_event(job_ids)
         self._version = -1
         self._all_unknown = True                # nothing was read yet
+        self._not_looked_at: set = set()        # jobs with events newer than what was read of the job
         self._checked_path = time.monotonic()
         self._open = set(job_ids)
         self._fresh_ends: List[Job] = []        # not yet asked for by take_ends
@@ -2461,6 +2480,12 @@ class Follower:
     def track(self, job_id: str) -> _Track:
         return self._tracks[job_id]
 
+    def beat(self, job_id: str) -> Optional[Beat]:
+        return self._registry.beat(job_id)
+
+    def registry_is_there(self) -> bool:
+        return self._registry.still_there()
+
     def ended(self) -> List[Job]:
         """The jobs that have ended, in the order in which they were asked for."""
         return [track.final for track in self._tracks.values() if track.final]
@@ -2475,7 +2500,7 @@ class Follower:
         now = time.monotonic()
         if now - self._checked_path > 1.0:
             self._checked_path = now
-            if not self._registry.still_there():
+            if not self.registry_is_there():
                 raise MamError("the registry %s was removed or replaced while in use" % self._registry.path,
                                exit=Exit.NOT_RECORDED, code="registry_gone")
         shown: List[Event] = []
@@ -2491,6 +2516,18 @@ class Follower:
         only = next(iter(self._tracks)) if len(self._tracks) == 1 else None
         changed = set(self._tracks) if self._all_unknown else set()
         self._all_unknown = False
+        changed |= self._not_looked_at | self._read(only, now, shown)
+        jobs = self._registry.jobs_by_id([job_id for job_id in changed if job_id in self._open])
+        self._not_looked_at = self._read(only, now, shown)     # an end seen just now has its event here
+        for job in jobs:
+            track = self._tracks[job.job_id]
+            ended = job.status in TERMINAL_STATUSES and self._speaks_for(job)
+            track.final = job if ended else None
+            self._settle(track)
+
+    def _read(self, only: Optional[str], now: float, shown: List[Event]) -> set:
+        """Take in what was logged since the last reading; the jobs it is about."""
+        changed = set()
         while True:
             batch = self._registry.events(only, self._cursor, 1000)
             for event in batch:
@@ -2502,11 +2539,11 @@ class Follower:
                 if event.seq is not None and self._wanted(event):
                     self._accept(track, event, now, shown)
             if len(batch) < 1000:
-                break
-        for job in self._registry.jobs_by_id([job_id for job_id in changed if job_id in self._open]):
-            track = self._tracks[job.job_id]
-            track.final = job if job.status in TERMINAL_STATUSES else None
-            self._settle(track)
+                return changed
+
+    def _speaks_for(self, job: Job) -> bool:
+        """Whether the end of the job's current attempt is the one that is waited for."""
+        return job.attempt_id >= self._attempt and self._token in (None, job.dispatch_token)
 
     def _wanted(self, event: Event) -> bool:
         if event.attempt_id < self._attempt:
@@ -2524,6 +2561,9 @@ class Follower:
         """Move to `shown` what follows without a hole, or stands behind one waited for long enough."""
         while track.held:
             event = track.held[0]
+            if (event.attempt_id, event.seq) <= (track.attempt, track.seq):
+                track.held.pop(0)       # written twice
+                continue
             follows = event.seq == track.seq + 1 or not track.saw_event and (self._attempt or self._token)
             if not follows and track.hole_since is None:
                 track.hole_since = now
@@ -2673,6 +2713,12 @@ class Patience:
         self._timeout_s = timeout_s
         self._next_look = 0.0
 
+    def _beats(self, job_id: str, limit_s: float) -> bool:
+        """Whether the job's beat was touched within the limit: silent, but alive."""
+        beat = self._follower.beat(job_id)
+        age = elapsed_s(beat.touched_mono, beat.touched_at) if beat else None
+        return age is not None and age < limit_s
+
     def exhausted(self) -> Optional[str]:
         """Why to stop waiting, if so."""
         now = time.monotonic()
@@ -2685,7 +2731,7 @@ class Patience:
         for job_id in self._follower.pending:
             track = self._follower.track(job_id)
             limit = self._idle_s[job_id] if track.saw_event else self._first_s[job_id]
-            if now - track.last_news >= limit:
+            if now - track.last_news >= limit and not self._beats(job_id, limit):
                 return "idle timeout (%gs, no events) for %s; still pending: %s" % (
                     limit, job_id, ", ".join(sorted(self._follower.pending)))
         return None
@@ -2752,7 +2798,10 @@ class CappedFile:
             turn = (self._written - self._head) % ring
             tail = os.pread(self._descriptor, ring, self._head)
             tail = tail[turn:] + tail[:turn]
-            mark = b"\n[mam: %d bytes left out here]\n" % (self._written - self._cap)
+            left_out = self._written - self._cap
+            mark = b"\n[mam: %d bytes left out here]\n" % left_out
+            for _ in range(2):       # the line itself takes room, and its length depends on the number
+                mark = b"\n[mam: %d bytes left out here]\n" % (left_out + len(mark))
             os.pwrite(self._descriptor, (mark + tail[len(mark):]), self._head)
         os.close(self._descriptor)
 
@@ -2796,6 +2845,7 @@ class Run:
             failure = "%s: %s" % (error.filename or "the command", error.strerror)
         if failure:
             self._insist(lambda: self._say("spawn_failed", failure))
+        ignore_sigterm()         # from here on it only ends and records; a TERM must not stop it halfway
         return self._finish()
 
     def _insist(self, step: Callable[[], Any]) -> None:
@@ -2838,6 +2888,9 @@ class Run:
             return "no folder %s" % self._job.workdir
         if not word.replace("/", "").replace(".", "").replace("_", "").replace("-", "").isalnum():
             return ""     # a variable, a quote, a bracket: the shell's own business
+        if "/" in word and not os.access(os.path.join(self._job.workdir, word), os.X_OK):
+            return "%s: %s" % (word, "not executable" if os.path.exists(
+                os.path.join(self._job.workdir, word)) else "not found")      # dash finds it all the same
         with open(os.devnull, "wb") as nowhere:
             found = run_shell('command -v -- %s' % word, self._job.workdir, env, nowhere, 10.0, 1.0)
         return "" if found == 0 else "%s: not found" % word
@@ -3190,7 +3243,9 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
             if not lock.acquire(30.0):
                 raise SessionError("another delivery to %s is going on" % job.agent_session)
             session.check()
-            other = registry.claim_session(job)
+            ours, other = registry.claim_session(job)
+            if not ours and not other:
+                return            # somebody delivers it already, or it is over
             if other:
                 raise SessionError("%s is at work on job %s" % (job.agent_session, other),
                                    hint="wait for it (mam wait %s), or cancel it" % other)
@@ -3260,7 +3315,10 @@ class Supervisor:
                 job = self._registry.job(self._job_id)
                 if job.status in TERMINAL_STATUSES:
                     return Exit.OK
-                if job.delivery == "none" and can_deliver(job):   # its delegator died before it could
+                if job.supervisor is None:                         # an attempt that was only opened
+                    return Exit.OK
+                if job.delivery == "none" and can_deliver(job) and not self._in_other_hands(job):
+                    self._end_earlier_attempts(job)                # its deliverer died before it could
                     hand_over(self._registry, self._settings, job)
                 if job.phase == "validating" and self._work_is_over(job):
                     self._validate(job)
@@ -3268,10 +3326,26 @@ class Supervisor:
                 time.sleep(0.05)
 
     @staticmethod
-    def _work_is_over(job: Job) -> bool:
+    def _in_other_hands(job: Job) -> bool:
+        """Whether a living process other than this one has undertaken to deliver the job."""
+        import json
+        who = json.loads(job.supervisor)["who"]
+        return who["pid"] != os.getpid() and is_alive(who) is not False
+
+    def _end_earlier_attempts(self, job: Job) -> None:
+        for run in self._registry.earlier_runs(job):
+            end_run_of(self._registry, self._settings, job._replace(run=run))
+
+    def _work_is_over(self, job: Job) -> bool:
         """Whether the command has exited, so that what it leaves behind stands still."""
         import json
-        return not job.run or bool(job.run_ended_at) or not is_alive(json.loads(job.run)["supervisor"])
+        if not job.run or job.run_ended_at:
+            return True
+        if is_alive(json.loads(job.run)["supervisor"]) is not False:
+            return False
+        end_command(self._settings, job)       # its `_run` was killed while it tidied up
+        self._registry.end_run(job, None)
+        return True
 
     def _validate(self, job: Job) -> None:
         """Check artifacts, run --validate, settle the job by what came out."""
@@ -3307,7 +3381,7 @@ class Supervisor:
         if status == 0:
             return ""
         if status is None:
-            return None if unwanted() else "validation did not end within the job's %gs" % job.timeout_sec
+            return None          # no longer wanted, or the wall clock: the keeper closes the job for it
         with open(path, "rb") as written:
             written.seek(max(0, os.path.getsize(path) - 4096))
             lines = written.read().decode("utf-8", "replace").strip().splitlines()
@@ -3753,6 +3827,7 @@ def _leave(registry: Registry, settings: Settings, job_id: str, cancel: bool) ->
     if cancel or job.delivery == "none" and can_deliver(job):
         _cancel(registry, settings, job_id, "cancelled: the delegator was ended")
     else:
+        spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
         _say("job %s goes on; `mam watch %s` follows it, `mam cancel %s` ends it" % (job_id, job_id, job_id))
 
 
@@ -3873,6 +3948,8 @@ def _caretaker(settings: Settings, follower: Follower,
         now = time.monotonic()
         if now >= next_look[0]:
             next_look[0] = now + CARE_S
+            if not follower.registry_is_there():
+                return clock()             # the follower says so itself
             with Registry(settings.registry_dir) as registry:
                 for job_id in set(registry.supervised_jobs()).intersection(follower.pending):
                     ensure_supervisor(registry, settings, job_id)
@@ -3968,11 +4045,11 @@ def cmd_subscribe(args: Any) -> int:
         if not jobs:
             raise MamError("no pending or running jobs to wait for", exit=Exit.TIMEOUT, code="nothing")
         follower = Follower(registry, [job.job_id for job in jobs], args.attempt_id, args.expect_dispatch_token)
+        clock = _subscriber_clock(args, follower, jobs)
         for job in jobs:
             _out("SUBSCRIBED %s" % events_topic(job))
         sys.stdout.flush()
-        why = follow(follower, _emitter(args.json), lambda: follower.done,
-                     _caretaker(settings, follower, _subscriber_clock(args, follower, jobs)))
+        why = follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings, follower, clock))
         if why:
             _say(why)
             return Exit.TIMEOUT
@@ -4198,13 +4275,15 @@ def cmd_redispatch(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     job_id, prompt = _job_of(args), _prompt_of(args)
     with Registry(settings.registry_dir) as registry:
-        answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt}, "operator")
+        deliver_it = not args.no_deliver and can_deliver(registry.job(job_id))
+        keeper = keeper_of("delegate") if deliver_it else None     # set with the attempt: nobody else starts it
+        answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt,
+                                                          "supervisor": keeper}, "operator")
         if not answer.committed:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="mam redispatch %s --force" % job_id)
         job = answer.job
-        if not args.no_deliver and can_deliver(job):
-            registry.set_supervisor(job_id, keeper_of("delegate"))
+        if deliver_it:
             job = hand_over(registry, settings, job)
         _try_delivery(registry, settings, job)
         _say("job %s is at attempt %d, for %s" % (job_id, job.attempt_id, job.agent_session))
@@ -4219,7 +4298,8 @@ def _redispatch(registry: Registry, settings: Settings, job_id: str, fields: Dic
                 source: str) -> Transition:
     """Open the next attempt; the old one's command is gone when this returns."""
     before = registry.job(job_id)
-    answer = registry.transition(job_id, "redispatch", source=source, fields=fields)
+    keeper = fields.get("supervisor") or (None if can_deliver(before) else before.supervisor)   # a queue keeps its own
+    answer = registry.transition(job_id, "redispatch", source=source, fields={**fields, "supervisor": keeper})
     if answer.committed:
         end_run_of(registry, settings, before)
     return answer
