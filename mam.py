@@ -576,6 +576,13 @@ class Settings:
         text = self.get(name)
         return parse_seconds(text, name) if text else default
 
+    def count(self, name: str, default: int) -> int:
+        """A positive whole number from a variable; MamError when it is none."""
+        text = self.get(name, str(default))
+        if whole_number(text, 1, 99999999) is None:
+            raise MamError("%s is %r: it must be a positive whole number" % (name, text), code="bad_value")
+        return int(text)
+
     @property
     def secrets(self) -> List[str]:
         """Values of variables that look secret, longest first: never to be printed or sent."""
@@ -685,6 +692,11 @@ def whole_number(text: str, low: int, high: int) -> Optional[int]:
     return int(text) if low <= int(text) <= high else None
 
 
+def meaningless_variables() -> List[str]:
+    """v4's variables that are set and have no meaning here."""
+    return [name for name in ("MAM_ENGINE_CAS", "MAM_DELEGATION_PY") if os.environ.get(name)]
+
+
 def parse_port(text: str, name: str) -> int:
     if whole_number(text, 1, 65535) is None:
         raise MamError("%s is %r: a port is a number from 1 to 65535" % (name, text), code="bad_broker")
@@ -720,7 +732,8 @@ def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) 
     Raises MamError for a setting that cannot be right.
     """
     block = block or {}
-    host = block.get("host") or settings.get("MQTT_BROKER")
+    usual_host = settings.get("MQTT_BROKER")
+    host = block.get("host") or usual_host
     if not host:
         return None
     if any(character.isspace() or ord(character) < 33 for character in host):
@@ -728,16 +741,17 @@ def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) 
     tls_text = settings.get("MQTT_TLS", "false").lower()
     if tls_text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
         raise MamError("MQTT_TLS is %r: it must be true or false" % tls_text, code="bad_broker")
-    tls = block["tls"] if "tls" in block else tls_text in ("true", "1", "yes", "on")
-    port = block.get("port") or parse_port(settings.get("MQTT_PORT", "8883" if tls else "1883"), "MQTT_PORT")
+    tls = tls_text in ("true", "1", "yes", "on")
+    usual_port = parse_port(settings.get("MQTT_PORT", "8883" if tls else "1883"), "MQTT_PORT")
+    port = block.get("port") or usual_port
     keepalive = settings.get("MQTT_KEEPALIVE", "60")
     if whole_number(keepalive, 1, 65535) is None:
         raise MamError("MQTT_KEEPALIVE is %r: it must be 1 to 65535 seconds" % keepalive, code="bad_broker")
     # Credentials go to the broker they were set for: naming another for one job must not collect them.
-    ours = host == (settings.get("MQTT_BROKER") or host)
-    username, password, certfile, keyfile = [settings.get(name) if ours else "" for name in (
+    usual = not usual_host or (host.lower(), port) == (usual_host.lower(), usual_port)
+    username, password, certfile, keyfile = [settings.get(name) if usual else "" for name in (
         "MQTT_USERNAME", "MQTT_PASSWORD", "MQTT_CERTFILE", "MQTT_KEYFILE")]
-    return Broker(host, port, bool(tls), block.get("username") or username, password,
+    return Broker(host, port, bool(block.get("tls", tls and usual)), block.get("username") or username, password,
                   settings.get("MQTT_CA_CERTS"), certfile, keyfile,
                   settings.get("MQTT_CLIENT_ID_PREFIX", "hermes"), int(keepalive))
 
@@ -1315,7 +1329,10 @@ class Registry:
             self._db = self._connect(fresh)
             self._execute("PRAGMA journal_mode=WAL")
             self._execute("PRAGMA synchronous=FULL")
-            self._db.executescript("BEGIN;" + _SCHEMA + "PRAGMA user_version=%d; COMMIT;" % REGISTRY_VERSION)
+            try:
+                self._db.executescript("BEGIN;" + _SCHEMA + "PRAGMA user_version=%d; COMMIT;" % REGISTRY_VERSION)
+            except self._sqlite.Error as error:
+                raise self._sql_error(error) from None
             self._execute("INSERT INTO meta VALUES('registry_id', ?)", (random_hex(32),))
             self.close()
             _give_to_owner(fresh)
@@ -1374,7 +1391,7 @@ class Registry:
         if "locked" in text or "busy" in text:
             return MamError("the registry %s has been busy for %ds" % (self.path, BUSY_WAIT_S),
                             exit=Exit.NOT_RECORDED, hint=again, code="busy")
-        if "full" in text:
+        if "full" in text or "disk I/O" in text and self._no_space():   # the -shm cannot grow
             return MamError("the disk is full: %s" % self.path, exit=Exit.NOT_RECORDED,
                             hint="free some space; " + again, code="disk_full")
         if "readonly" in text or "read-only" in text:
@@ -1383,11 +1400,19 @@ class Registry:
         if "unable to open" in text:
             return MamError("the registry %s cannot be opened" % self.path, code="cannot_open",
                             hint="check the owner and mode of the folder, or use --registry-dir")
-        if "not a database" in text or "malformed" in text or "no such table" in text:
+        if "not a database" in text or "malformed" in text or "no such" in text \
+                or "no column" in text:
             return MamError("the registry %s is corrupt (%s)" % (self.path, text), code="corrupt",
                             hint="keep a copy of the folder, then move mam.db away; a new one is made")
         return MamError("the registry %s failed: %s" % (self.path, text), exit=Exit.NOT_RECORDED,
                         hint=again, code="io_error")
+
+    def _no_space(self) -> bool:
+        try:
+            left = os.statvfs(self.directory)
+        except OSError:
+            return False
+        return left.f_bavail * left.f_frsize < 65536
 
     def _file_error(self, error: OSError) -> MamError:
         import errno
@@ -1812,15 +1837,6 @@ class Registry:
 
     # -- the outbox ------------------------------------------------------------------------
 
-    def connect_wire(self, job_id: str) -> None:
-        """From now on this job's news is owed to a broker, that of its past included."""
-        with self.write():
-            if not self._execute("SELECT 1 FROM jobs WHERE job_id = ? AND wire IS NULL", (job_id,)):
-                return
-            self._execute("UPDATE jobs SET wire = 'mqtt' WHERE job_id = ?", (job_id,))
-            self._execute("UPDATE events SET owed = 1 WHERE job_id = ? AND seq IS NOT NULL "
-                          "AND attempt_id = (SELECT attempt_id FROM jobs WHERE job_id = ?)", (job_id, job_id))
-
     def owed_events(self, job_id: str, limit: int) -> List[Event]:
         """What was recorded and not yet acknowledged by the broker, in order."""
         rows = self._execute(self._EVENT_SQL + "WHERE job_id = ? AND owed = 1 ORDER BY n LIMIT ?", (job_id, limit))
@@ -1845,7 +1861,7 @@ class Registry:
             for n in events:
                 self._execute("UPDATE events SET owed = 0, delivered_at = ? WHERE n = ?", (utc_now(), n))
             if state:
-                self._execute("UPDATE jobs SET state_sent = max(state_sent, ?) WHERE job_id = ?", (state[1], state[0]))
+                self._execute("UPDATE jobs SET state_sent = ? WHERE job_id = ?", (state[1], state[0]))
             if cleared:
                 self._execute("UPDATE jobs SET clear_owed = 0 WHERE job_id = ?", (cleared,))
 
@@ -1855,6 +1871,7 @@ class Registry:
         """Take `password` out of stored broker blocks (imported ones); the ids concerned."""
         import json
         found = []
+        self._execute("PRAGMA secure_delete=ON")      # not every SQLite overwrites what is deleted
         with self.write():
             for job_id, text in self._execute("SELECT job_id, broker FROM jobs WHERE broker LIKE '%password%'"):
                 block = json.loads(text)
@@ -2041,6 +2058,7 @@ def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str) -> 
     """Start mam detached, in a session of its own; its stderr goes to a file. A Popen."""
     import subprocess
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    _give_to_owner(log_path)
     with open(descriptor, "ab") as log:
         return subprocess.Popen(self_command() + list(arguments), stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL, stderr=log, env=env, cwd="/",
@@ -2298,14 +2316,22 @@ Delivery = namedtuple("Delivery", "sent why")     # why: what stood in the way, 
 
 
 def broker_of(settings: Settings, job: Job) -> Optional[Broker]:
-    """The broker a job's news goes to: its own block over the environment's."""
+    """The broker a job's news goes to: the host and port of its wire, with what is set for them here."""
     import json
-    return broker_settings(settings, json.loads(job.broker) if job.broker else None)
+    if not job.wire:
+        return None
+    host, _, port = job.wire.rpartition(":")
+    block = json.loads(job.broker) if job.broker else {}
+    return broker_settings(settings, {**block, "host": host, "port": int(port)})
 
 
 def wire_of(settings: Settings, block: Optional[Dict[str, Any]]) -> Optional[str]:
-    """What to store as a job's wire: a host named anywhere means that its news is owed to a broker."""
-    return "mqtt" if (block or {}).get("host") or settings.get("MQTT_BROKER") else None
+    """What to store as a new job's wire: host:port of the broker configured now, None without one.
+
+    It is decided at registration: what is recorded without a wire is never owed later.
+    """
+    broker = broker_settings(settings, block)
+    return "%s:%d" % (broker.host, broker.port) if broker else None
 
 
 def _job_lock(registry: Registry, job_id: str) -> FileLock:
@@ -2356,9 +2382,17 @@ def deliver(registry: Registry, settings: Settings, job_id: str, attempts: int =
     for a broker's sake: what is not sent stays owed.
     """
     try:
-        broker = broker_of(settings, registry.job(job_id))
-    except MamError as error:
+        return _deliver(registry, settings, job_id, attempts, sweep)
+    except MamError as error:      # bad settings; or the registry fails, and it is recorded all the same
+        if error.code == "registry_gone":
+            raise
         return Delivery(False, error.message)
+    except OSError as error:
+        return Delivery(False, "%s: %s" % (error.filename or job_id, error.strerror))
+
+
+def _deliver(registry: Registry, settings: Settings, job_id: str, attempts: int, sweep: bool) -> Delivery:
+    broker = broker_of(settings, registry.job(job_id))
     if broker is None:
         return Delivery(not registry.owes(job_id), "no broker is set here (MQTT_BROKER)")
     why = ""
@@ -2391,11 +2425,13 @@ def _sweep(registry: Registry, settings: Settings, connection: Connection, broke
         if job_id == but:
             continue
         with _job_lock(registry, job_id) as lock:
-            if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == broker:
-                try:
+            try:
+                if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == broker:
                     _send_owed(registry, connection, job_id)
-                except BrokerError:
-                    return   # our own job is through; the others stay owed
+            except BrokerError:
+                return   # our own job is through; the others stay owed
+            except MamError:
+                continue   # that job's broker settings are wrong, or the registry is in trouble: its owner is told
 
 
 def record(registry: Registry, settings: Settings, job_id: str, request: str, *, source: str,
@@ -2409,9 +2445,6 @@ def record(registry: Registry, settings: Settings, job_id: str, request: str, *,
     """
     secrets = settings.secrets
     detail, feedback = split_detail(settings.generalise(detail))
-    job = registry.job(job_id)
-    if job.wire is None and settings.get("MQTT_BROKER"):
-        registry.connect_wire(job_id)
     return registry.transition(
         job_id, request, expected_attempt=attempt, expected_dispatch_token=token, expected_last_seq=last_seq,
         source=source, fields={"detail": detail, "feedback": feedback, "data": hide_secrets_in(data or {}, secrets),
@@ -2641,6 +2674,7 @@ class Keeper:
         except MamError as error:       # busy, or a full disk: the clocks are looked at again
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
                 raise
+            self._began = now           # nobody else can record a sign of life either: silence counts anew
 
     def _look(self, now: float) -> None:
         job = self._registry.job(self._job_id)
@@ -2903,7 +2937,8 @@ class Run:
     def _deliver_aside(self) -> None:
         """Send from another process: a slow broker must not hold up the command's output."""
         if self._registry.job(self._job.job_id).wire:
-            spawn_self(["_deliver", self._job.job_id], own_environment(self._settings), supervisor_log(self._registry))
+            spawn_self(["_deliver", "--", self._job.job_id], own_environment(self._settings),
+                       supervisor_log(self._registry))
 
     def _watch(self) -> None:
         """Pump output and look at the clocks until the command has exited or was ended."""
@@ -2947,8 +2982,15 @@ class Run:
             return self._look(now)
         except MamError as error:
             self._retry_at = now + 1.0
-            sys.stderr.write("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, error.message))
+            self._complain(error.message)
             return False
+
+    def _complain(self, what: str) -> None:
+        """A line for daemon.log. Its disk may be the full one: that must not end the command's keeper."""
+        try:
+            os.write(2, ("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, what)).encode("utf-8", "replace"))
+        except OSError:
+            pass
 
     def _look(self, now: float) -> bool:
         """Beat, keep the wall clock, and see whether somebody else ended the attempt."""
@@ -3004,8 +3046,7 @@ class Run:
         tick()
         self._output.close()
         if self._output.failed:
-            sys.stderr.write("%s mam _run %s: output not kept: %s\n" % (
-                utc_now(), self._job.job_id, self._output.failed))
+            self._complain("output not kept: %s" % self._output.failed)
         return left_running
 
     def _report_exit(self, status: int) -> None:
@@ -3080,7 +3121,7 @@ def _quoted(word: str) -> str:
 def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[str, str]:
     """What a worker is told by its environment (DESIGN 11)."""
     return {"JOB_ID": job.job_id, "MAM_JOB_ID": job.job_id, "MAM_JOB_BRIEF": brief_path(registry, job),
-            "MAM_PUBLISH_CMD": "%s publish --job %s" % (launcher_path(registry, settings), job.job_id),
+            "MAM_PUBLISH_CMD": "%s publish --job=%s" % (launcher_path(registry, settings), job.job_id),
             "MAM_ATTEMPT_ID": str(job.attempt_id), "MAM_DISPATCH_TOKEN": job.dispatch_token,
             "MAM_REGISTRY_DIR": registry.directory, "MAM_REAL_ROOT": settings.workspace}
 
@@ -3102,7 +3143,7 @@ def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> No
     keeper = json.loads(job.supervisor) if job.supervisor else {}
     settles = keeper.get("role") == "_supervise"
     if is_alive(keeper.get("who")) is False or job.phase and not settles:
-        spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+        spawn_self(["_supervise", "--", job_id], own_environment(settings), supervisor_log(registry))
 
 
 def ensure_supervisors(registry: Registry, settings: Settings) -> None:
@@ -3189,7 +3230,7 @@ def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> s
 
     Starts with a word, for a leading `!` or `/` is a command to some agents.
     """
-    publish = "%s publish --job %s --attempt-id %d --expect-dispatch-token %s" % (
+    publish = "%s publish --job=%s --attempt-id %d --expect-dispatch-token=%s" % (
         launcher_path(registry, settings), job.job_id, job.attempt_id, job.dispatch_token)
     return "\n".join((
         "Job %s, attempt %d, from mam. The brief is the file %s" % (job.job_id, job.attempt_id, clean_text(brief)),
@@ -3227,7 +3268,7 @@ def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
     write_brief(registry, job)
     if kind == "exec":
         if registry.move_delivery(job.job_id, job.attempt_id, "none", "sending"):
-            spawn_self(["_run", job.job_id, "--attempt-id", str(job.attempt_id)], own_environment(settings),
+            spawn_self(["_run", "--attempt-id", str(job.attempt_id), "--", job.job_id], own_environment(settings),
                        supervisor_log(registry))
     elif kind == "tmux":
         _hand_to_pane(registry, settings, job, TmuxSession(settings, name))
@@ -3375,7 +3416,9 @@ class Supervisor:
         def unwanted() -> bool:
             now = self._registry.job(job.job_id)
             return now.phase != "validating" or now.attempt_id != job.attempt_id
-        with open(path, "wb") as output:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        _give_to_owner(path)
+        with open(descriptor, "wb") as output:
             status = run_shell(job.validate_cmd, job.workdir, env, output, max(1.0, left_s),
                                self._settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S), unwanted)
         if status == 0:
@@ -3422,7 +3465,15 @@ def event_line(event: Event) -> str:
 
 def event_json(event: Event) -> str:
     """The event as it travels, without its signature; already one line."""
-    return event.payload
+    return harmless_json(event.payload)
+
+
+def harmless_json(text: str) -> str:
+    """JSON with DEL, C1 and direction characters escaped: JSON allows them raw, and some drive a terminal."""
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join([character if not 127 <= ord(character) < 160 and ord(character) not in _DIRECTION_CHARACTERS
+                    else "\\u%04x" % ord(character) for character in text])
 
 
 def log_record(event: Event) -> Dict[str, Any]:
@@ -3579,7 +3630,7 @@ def _say(line: str) -> None:
 
 def _dump(value: Any) -> None:
     import json
-    _out(json.dumps(value, ensure_ascii=False, indent=2))
+    _out(harmless_json(json.dumps(value, ensure_ascii=False, indent=2)))
 
 
 def _wants_colour(settings: Settings) -> bool:
@@ -3597,6 +3648,9 @@ def _add_job(parser: Any, help: str = "job id") -> None:
 
 def _job_of(args: Any) -> str:
     job_id = args.job_flag or args.job
+    if args.job_flag and args.job and args.job_flag != args.job:
+        raise MamError("two jobs are named: %r and %r" % (args.job[:80], args.job_flag[:80]), exit=Exit.USAGE,
+                       code="usage")
     if not job_id:
         raise MamError("which job? name its id", exit=Exit.USAGE, code="usage", hint="`mam list` shows the jobs")
     return check_job_id(job_id)
@@ -3612,6 +3666,10 @@ def _positive(text: str) -> float:
         return parse_seconds(text, "")
     except MamError:
         raise argparse.ArgumentTypeError("%r is not a positive number of seconds" % text) from None
+
+
+def _positive_or_0(text: str) -> float:
+    return 0.0 if text == "0" else _positive(text)
 
 
 def _count(text: str) -> int:
@@ -3693,11 +3751,11 @@ def _add_contract(parser: Any) -> None:
 def _contract(args: Any, settings: Settings, prompt: str, workdir: str) -> Dict[str, Any]:
     """The columns of a new job; everything is checked here, before anything is written."""
     heartbeat = args.heartbeat or settings.seconds("MAM_HEARTBEAT_SEC", DEFAULT_HEARTBEAT_S)
-    misses = args.heartbeat_misses or int(settings.seconds("MAM_HEARTBEAT_MISSES", DEFAULT_HEARTBEAT_MISSES))
-    job_id = check_job_id(args.job_id) if args.job_id else random_hex(32 if args.bits == 128 else 8)
+    misses = args.heartbeat_misses or settings.count("MAM_HEARTBEAT_MISSES", DEFAULT_HEARTBEAT_MISSES)
+    job_id = check_job_id(args.job_id) if args.job_id is not None else random_hex(32 if args.bits == 128 else 8)
     session = check_session(args.agent_session)
-    block = parse_broker_flag(args.broker) if args.broker else None
-    for name, value in (("--agent", args.agent), ("--role", args.role)):
+    block = parse_broker_flag(args.broker) if args.broker is not None else None
+    for name, value in (("--agent", args.agent), ("--role", args.role), ("the working folder", workdir)):
         _argument_text(value, name)
     return {
         "job_id": job_id, "title": title_of(prompt), "agent": clean_text(args.agent), "agent_session": session,
@@ -3743,6 +3801,8 @@ def cmd_register(args: Any) -> int:
             raise MamError("the token on stdin must be at least 16 printable ASCII characters", code="bad_token")
     if args.dispatch_token is not None and not is_name(args.dispatch_token):
         raise MamError("--dispatch-token must be 1 to 64 of letters, digits, _ and -", exit=Exit.USAGE, code="usage")
+    if args.reviewer is not None:
+        args.reviewer = clean_text(_argument_text(args.reviewer, "--reviewer"))
     record_.update(job_type=args.job_type, reviewer=args.reviewer, max_iterations=args.max_iterations,
                    reviewer_session=args.reviewer_session and check_session(args.reviewer_session),
                    attempt_id=args.attempt_id)
@@ -3782,13 +3842,14 @@ def cmd_delegate(args: Any) -> int:
         if text is not None and ("\0" in text or not is_encodable(text)):
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
     preflight(settings, args.agent_session, args.command, workdir)
-    warn_public_broker(settings, broker_settings(settings, parse_broker_flag(args.broker) if args.broker else None))
+    block = None if args.broker is None else parse_broker_flag(args.broker)
+    warn_public_broker(settings, broker_settings(settings, block))
     with Registry(settings.registry_dir, create=True) as registry:
         job = registry.register(record_)
         try:
             job = hand_over(registry, settings, job)
             if args.detach:
-                spawn_self(["_supervise", job.job_id], own_environment(settings), supervisor_log(registry))
+                spawn_self(["_supervise", "--", job.job_id], own_environment(settings), supervisor_log(registry))
                 _out(compact_json({"job_id": job.job_id}) if args.json else job.job_id)
                 return Exit.OK
             ensure_supervisors(registry, settings)
@@ -3889,7 +3950,10 @@ def cmd_publish(args: Any) -> int:
         else:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="what you reported is kept in the job's log; leave your work in place and stop")
-        ensure_supervisor(registry, settings, job_id)
+        try:
+            ensure_supervisor(registry, settings, job_id)
+        except (MamError, OSError) as error:     # recorded all the same; any follower looks again
+            _say("recorded; the job's supervisor cannot be started: %s" % error)
         if not answer.job.wire:
             return Exit.OK
         sent = deliver(registry, settings, job_id, args.attempts, sweep=True)
@@ -3948,11 +4012,12 @@ def _caretaker(settings: Settings, follower: Follower,
         now = time.monotonic()
         if now >= next_look[0]:
             next_look[0] = now + CARE_S
-            if not follower.registry_is_there():
-                return clock()             # the follower says so itself
-            with Registry(settings.registry_dir) as registry:
-                for job_id in set(registry.supervised_jobs()).intersection(follower.pending):
-                    ensure_supervisor(registry, settings, job_id)
+            try:
+                with Registry(settings.registry_dir) as registry:
+                    for job_id in set(registry.supervised_jobs()).intersection(follower.pending):
+                        ensure_supervisor(registry, settings, job_id)
+            except (MamError, OSError):
+                pass   # busy, full, or gone, which the follower itself will find; looked at again
         return clock()
     return tick
 
@@ -4020,8 +4085,9 @@ def add_subscribe(parser: Any) -> None:
     parser.add_argument("--timeout", type=_positive, metavar="S", help="wall clock (default: the job's)")
     parser.add_argument("--idle-timeout", type=_positive, metavar="S",
                         help="seconds without an event, per job (default: the job's)")
-    parser.add_argument("--ack-timeout", metavar="S", help="seconds more for the first event (default: the job's; "
-                                                           "0: idle counts only from the first event on)")
+    parser.add_argument("--ack-timeout", type=_positive_or_0, metavar="S",
+                        help="seconds more for the first event (default: the job's; "
+                             "0: idle counts only from the first event on)")
     parser.add_argument("--expect-retention", action="store_true", help="warn if a job has not ended after 3 s")
     parser.add_argument("--expect-dispatch-token", metavar="TOKEN", help="only events with this token")
     parser.add_argument("--attempt-id", type=_count, metavar="N", help="only this attempt and later ones")
@@ -4058,8 +4124,7 @@ def cmd_subscribe(args: Any) -> int:
 
 def _subscriber_clock(args: Any, follower: Follower, jobs: Sequence[Job]) -> Callable[[], Optional[str]]:
     """v4's budgets: T + idle before a job's first event, idle after it, the wall clock over all."""
-    ack = None if args.ack_timeout is None else 0.0 if args.ack_timeout == "0" else parse_seconds(
-        args.ack_timeout, "--ack-timeout")
+    ack = args.ack_timeout
     idle = {job.job_id: args.idle_timeout or job.idle_timeout_sec for job in jobs}
     first = {job.job_id: float("inf") if ack == 0 else idle[job.job_id] + (ack or job.ack_timeout_sec) for job in jobs}
     patience = Patience(follower, args.timeout or max(job.timeout_sec for job in jobs), idle, first)
@@ -4154,7 +4219,7 @@ def cmd_logs(args: Any) -> int:
             return _print_output(registry, job, args.attempt_id or job.attempt_id)
         events = registry.events(job_id)
         for event in events[-args.tail:] if args.tail > 0 else events:
-            _out(compact_json(log_record(event)) if args.json else log_line(event))
+            _out(harmless_json(compact_json(log_record(event))) if args.json else log_line(event))
     return Exit.OK
 
 
@@ -4290,7 +4355,7 @@ def cmd_redispatch(args: Any) -> int:
         if args.follow:
             return _follow_delegated(registry, settings, job, args.json)
         if job.delivery != "none":
-            spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+            spawn_self(["_supervise", "--", job_id], own_environment(settings), supervisor_log(registry))
     return Exit.OK
 
 
@@ -4537,11 +4602,15 @@ def build_parser(name: str) -> Any:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:
-            raise MamError("%s: %s" % (name, message), exit=Exit.USAGE, code="usage", hint="mam %s --help" % name)
+            shown = "" if name == "_overview" else name
+            raise MamError("%s: %s" % (shown, message) if shown else message, exit=Exit.USAGE, code="usage",
+                           hint="mam %s --help" % shown if shown else "mam help")
     command = COMMANDS[name]
     parser = Parser(prog="mam " + name, description=command.run.__doc__, allow_abbrev=False,
                     formatter_class=_help_formatter)
     command.add(parser)
+    if "--json" not in parser._option_string_actions:
+        parser.add_argument("--json", action="store_true", help="errors as JSON")
     parser.add_argument("--registry-dir", metavar="DIR", default=argparse.SUPPRESS,
                         help="the registry (default: MAM_REGISTRY_DIR, else .mam of the workspace)")
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="tracebacks for errors")
@@ -4572,7 +4641,7 @@ def parse_arguments(argv: Sequence[str]) -> Any:
     if rest[:1] == ["-h"]:
         return "help", build_parser("help").parse_args([])
     name = find_command(rest.pop(0)) if rest else "_overview"
-    args = build_parser(name).parse_args(rest + before)
+    args = build_parser(name).parse_args(before + rest)
     for option in ("registry_dir", "debug"):
         if not hasattr(args, option):
             setattr(args, option, None)
@@ -4596,16 +4665,22 @@ def _drop_stdout() -> None:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command; every failure that a user can cause ends in MamError."""
     import errno
-    name, args = parse_arguments(argv)
+    debug = "--debug" in argv
     try:
-        code = COMMANDS[name].run(args)
+        try:
+            name, args = parse_arguments(argv)
+            for variable in meaningless_variables() if COMMANDS[name].group == "v4" else ():
+                _say("%s has no meaning here" % variable)
+            code = COMMANDS[name].run(args)
+        except SystemExit as done:      # --help, --version
+            code = done.code or Exit.OK
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         _drop_stdout()
         return Exit.BROKEN_PIPE
     except OSError as error:
-        if args.debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM,
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM,
                                              errno.ENOENT, errno.EMFILE, errno.EIO):
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -4615,9 +4690,21 @@ def run_command(argv: Sequence[str]) -> int:
                        hint="free some space, then run the same command again" if full else "") from None
 
 
+def _open_closed_streams() -> None:
+    """Put /dev/null where a standard stream was closed: else the registry would get its descriptor."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """The program. Returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
