@@ -2990,7 +2990,7 @@ class Run:
         try:
             os.write(2, ("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, what)).encode("utf-8", "replace"))
         except OSError:
-            pass
+            pass   # there is nowhere else to say it
 
     def _look(self, now: float) -> bool:
         """Beat, keep the wall clock, and see whether somebody else ended the attempt."""

@@ -573,10 +573,9 @@ def test_credentials_go_only_to_the_broker_they_are_for(mam: Mam, mosquitto: Any
     ids=lambda env: " ".join(f"{name}={value}" for name, value in env.items()))
 def test_a_wrong_broker_setting_never_costs_an_event(mam: Mam, env: Dict[str, str]) -> None:
     """An agent must not lose its report because somebody mistyped a port: recorded, exit 2, one line that says why."""
-    mam("register", "--job-id", "J", "--prompt", "p", check=0)
-    env = {"MQTT_BROKER": "127.0.0.1", **env}
-    if env.get("MQTT_PORT") == "closed":
-        env["MQTT_PORT"] = str(free_port())
+    right = {"MQTT_BROKER": env.get("MQTT_BROKER", "127.0.0.1"), "MQTT_PORT": str(free_port())}
+    mam("register", "--job-id", "J", "--prompt", "p", check=0, env=dict(right))
+    env = {**right, **{name: value for name, value in env.items() if value != "closed"}}
     result = mam("publish", "J", "--event", "progress", "--detail", "kept", "--attempts", "1", env=dict(env))
     assert result.code == 2 and re.fullmatch("mam: recorded, not sent yet: .+\n", result.stderr), result
     assert mam.events("J")[-2]["detail"] == "kept" or mam.events("J")[-1]["detail"] == "kept"

@@ -416,7 +416,7 @@ def test_looking_and_publishing_without_a_broker_load_no_network_code(
 
 def test_publishing_to_a_broker_does_load_it(mam: Mam, imported_by: Callable[..., Set[str]]) -> None:
     """Else the test above would prove nothing."""
-    job = mam("register", "--agent-session", "queue:q", "--prompt", "x", check=0).stdout.strip()
-    modules = imported_by("publish", "--job", job, "--event", "started", "--attempts", "1", code=2,
-                          MQTT_BROKER="127.0.0.1", MQTT_PORT=str(free_port()))
+    there = {"MQTT_BROKER": "127.0.0.1", "MQTT_PORT": str(free_port())}
+    job = mam("register", "--agent-session", "queue:q", "--prompt", "x", check=0, env=dict(there)).stdout.strip()
+    modules = imported_by("publish", "--job", job, "--event", "started", "--attempts", "1", code=2, **there)
     assert "paho" in expensive(modules)

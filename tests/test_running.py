@@ -186,7 +186,7 @@ def test_the_environment_of_a_command(host: Host) -> None:
     assert found["MAM_ATTEMPT_ID"] == "1" and found["MAM_DISPATCH_TOKEN"] == job.dispatch_token
     assert found["MAM_REGISTRY_DIR"] == str(host.mam.registry_dir)
     assert Path(found["MAM_JOB_BRIEF"]).read_text() == "p"
-    assert found["MAM_PUBLISH_CMD"].endswith(f" publish --job {job.job_id}")
+    assert found["MAM_PUBLISH_CMD"].endswith(f" publish --job={job.job_id}")
     assert found["KEPT"] == inner["KEPT"] and found["HOME"] == str(host.mam.home)
     leaked = [name for name in found if name.startswith(("SHIV_", "MAM_DISPATCH_SECRET")) or name in inner]
     assert leaked == ["KEPT"]
@@ -303,7 +303,8 @@ def test_output_flows_while_a_broker_stalls(host: Host, mosquitto: Any, proxy: C
     between = proxy(mosquitto)
     between.stall()
     host.mam.env.update(between.env(mosquitto))
-    job_id, run = host.start("head -c 20000000 /dev/zero; echo; echo done; date > written", wire="127.0.0.1:1")
+    job_id, run = host.start("head -c 20000000 /dev/zero; echo; echo done; date > written",
+                              wire=f"127.0.0.1:{between.port}")
     began = time.monotonic()
     poll(lambda: (host.mam.workspace / "written").exists(), 20, "the end of the command")
     job = host.wait(job_id, "completed", 10)
