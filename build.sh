@@ -71,6 +71,7 @@ cp "$here/mam.py" "$stage/"
 cp -R "$packages/shipped/paho" "$stage/"
 cp "$packages/shipped"/paho_mqtt-*.dist-info/licenses/* "$stage/paho/"
 find "$stage" -name __pycache__ -prune -exec rm -rf {} +
+rm "$stage/paho/mqtt/publish.py" "$stage/paho/mqtt/subscribe.py"     # one-shot helpers that nothing here imports
 
 # -m puts the working directory first on sys.path, so it must hold nothing importable. shiv 1.0.8 calls a
 # datetime function that Python 3.12 deprecates, hence -W.
@@ -216,7 +217,11 @@ def fill(cache, everything):
             write(cache + name, read(name))
     # It names the source it was made from by a hash, which Python checks, so it is never stale.
     if sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
-        write(cache + BYTECODE, __loader__.get_data(BYTECODE[1:]))
+        try:
+            from bz2 import decompress
+        except ImportError:  # a Python built without it compiles
+            return
+        write(cache + BYTECODE, decompress(__loader__.get_data("bytecode.bz2")))
 
 
 def make_folder(path):
@@ -300,7 +305,7 @@ EOF
 mkdir -p "$(dirname "$out")"
 fresh=$(mktemp "$(dirname "$out")/.mam.pyz.XXXXXX")
 PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" <<'EOF'
-import hashlib, importlib.util, marshal, posixpath, sys, zipfile, zlib
+import ast, bz2, hashlib, importlib.util, marshal, posixpath, sys, zipfile, zlib
 
 shiv, main, slow, licence, out = sys.argv[1:]
 
@@ -323,12 +328,19 @@ for name in modules:
         folders.add("/" + folder)
         folder = posixpath.dirname(folder)
 # A hash-based .pyc (PEP 552), checked at each import: no time stamp that would differ from build to build.
-# Without column positions (PYTHONNODEBUGRANGES), which nobody reads and which weigh a third of it.
+# Without what nobody reads there and what weighs half of it: column positions (PYTHONNODEBUGRANGES), and
+# docstrings but for those of the commands, which are their help.
 source = members["site-packages/mam.py"]
+tree = ast.parse(source, "mam.py")
+for node in ast.walk(tree):
+    documented = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, False) is not None
+    if documented and not node.name.startswith("cmd_"):
+        node.body[0].value = ast.copy_location(ast.Constant(0), node.body[0].value)
 tag = sys.implementation.cache_tag
 bytecode = "site-packages/__pycache__/mam.%s.pyc" % tag
-members[bytecode] = (importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source)
-                     + marshal.dumps(compile(source, "mam.py", "exec", dont_inherit=True)))
+members["bytecode.bz2"] = bz2.compress(
+    importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source)
+    + marshal.dumps(compile(tree, "mam.py", "exec", dont_inherit=True)))
 values = {
     "@BYTECODE@": repr(("/" + bytecode, tag)),
     "@BUILD@": build.hexdigest()[:16],

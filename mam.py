@@ -595,6 +595,13 @@ class Settings:
         text = self.get(name)
         return parse_seconds(text, name) if text else default
 
+    def count(self, name: str, default: int) -> int:
+        """A positive whole number from a variable; MamError when it is none."""
+        text = self.get(name, str(default))
+        if whole_number(text, 1, 99999999) is None:
+            raise MamError("%s is %r: it must be a positive whole number" % (name, text), code="bad_value")
+        return int(text)
+
     @property
     def secrets(self) -> List[str]:
         """Values of variables that look secret, longest first: never to be printed or sent."""
@@ -704,6 +711,11 @@ def whole_number(text: str, low: int, high: int) -> Optional[int]:
     return int(text) if low <= int(text) <= high else None
 
 
+def meaningless_variables() -> List[str]:
+    """v4's variables that are set and have no meaning here."""
+    return [name for name in ("MAM_ENGINE_CAS", "MAM_DELEGATION_PY") if os.environ.get(name)]
+
+
 def parse_port(text: str, name: str) -> int:
     if whole_number(text, 1, 65535) is None:
         raise MamError("%s is %r: a port is a number from 1 to 65535" % (name, text), code="bad_broker")
@@ -739,7 +751,8 @@ def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) 
     Raises MamError for a setting that cannot be right.
     """
     block = block or {}
-    host = block.get("host") or settings.get("MQTT_BROKER")
+    usual_host = settings.get("MQTT_BROKER")
+    host = block.get("host") or usual_host
     if not host:
         return None
     if any(character.isspace() or ord(character) < 33 for character in host):
@@ -747,16 +760,17 @@ def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) 
     tls_text = settings.get("MQTT_TLS", "false").lower()
     if tls_text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
         raise MamError("MQTT_TLS is %r: it must be true or false" % tls_text, code="bad_broker")
-    tls = block["tls"] if "tls" in block else tls_text in ("true", "1", "yes", "on")
-    port = block.get("port") or parse_port(settings.get("MQTT_PORT", "8883" if tls else "1883"), "MQTT_PORT")
+    tls = tls_text in ("true", "1", "yes", "on")
+    usual_port = parse_port(settings.get("MQTT_PORT", "8883" if tls else "1883"), "MQTT_PORT")
+    port = block.get("port") or usual_port
     keepalive = settings.get("MQTT_KEEPALIVE", "60")
     if whole_number(keepalive, 1, 65535) is None:
         raise MamError("MQTT_KEEPALIVE is %r: it must be 1 to 65535 seconds" % keepalive, code="bad_broker")
     # Credentials go to the broker they were set for: naming another for one job must not collect them.
-    ours = host == (settings.get("MQTT_BROKER") or host)
-    username, password, certfile, keyfile = [settings.get(name) if ours else "" for name in (
+    usual = not usual_host or (host.lower(), port) == (usual_host.lower(), usual_port)
+    username, password, certfile, keyfile = [settings.get(name) if usual else "" for name in (
         "MQTT_USERNAME", "MQTT_PASSWORD", "MQTT_CERTFILE", "MQTT_KEYFILE")]
-    return Broker(host, port, bool(tls), block.get("username") or username, password,
+    return Broker(host, port, bool(block.get("tls", tls and usual)), block.get("username") or username, password,
                   settings.get("MQTT_CA_CERTS"), certfile, keyfile,
                   settings.get("MQTT_CLIENT_ID_PREFIX", "hermes"), int(keepalive))
 
@@ -1397,7 +1411,10 @@ class Registry:
             self._db = self._connect(fresh)
             self._execute("PRAGMA journal_mode=WAL")
             self._execute("PRAGMA synchronous=FULL")
-            self._db.executescript("BEGIN;" + _SCHEMA + "PRAGMA user_version=%d; COMMIT;" % REGISTRY_VERSION)
+            try:
+                self._db.executescript("BEGIN;" + _SCHEMA + "PRAGMA user_version=%d; COMMIT;" % REGISTRY_VERSION)
+            except self._sqlite.Error as error:
+                raise self._sql_error(error) from None
             self._execute("INSERT INTO meta VALUES('registry_id', ?)", (random_hex(32),))
             self.close()
             _give_to_owner(fresh)
@@ -1456,7 +1473,7 @@ class Registry:
         if "locked" in text or "busy" in text:
             return MamError("the registry %s has been busy for %ds" % (self.path, BUSY_WAIT_S),
                             exit=Exit.NOT_RECORDED, hint=again, code="busy")
-        if "full" in text:
+        if "full" in text or "disk I/O" in text and self._no_space():   # the -shm cannot grow
             return MamError("the disk is full: %s" % self.path, exit=Exit.NOT_RECORDED,
                             hint="free some space; " + again, code="disk_full")
         if "readonly" in text or "read-only" in text:
@@ -1465,11 +1482,19 @@ class Registry:
         if "unable to open" in text:
             return MamError("the registry %s cannot be opened" % self.path, code="cannot_open",
                             hint="check the owner and mode of the folder, or use --registry-dir")
-        if "not a database" in text or "malformed" in text or "no such table" in text:
+        if "not a database" in text or "malformed" in text or "no such" in text \
+                or "no column" in text:
             return MamError("the registry %s is corrupt (%s)" % (self.path, text), code="corrupt",
                             hint="keep a copy of the folder, then move mam.db away; a new one is made")
         return MamError("the registry %s failed: %s" % (self.path, text), exit=Exit.NOT_RECORDED,
                         hint=again, code="io_error")
+
+    def _no_space(self) -> bool:
+        try:
+            left = os.statvfs(self.directory)
+        except OSError:
+            return False
+        return left.f_bavail * left.f_frsize < 65536
 
     def _file_error(self, error: OSError) -> MamError:
         import errno
@@ -1771,7 +1796,7 @@ class Registry:
         changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
                    "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
                    "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
-                   "finished_at": None, "last_event_mono": None}
+                   "finished_at": None, "last_event_mono": None, "supervisor": fields.get("supervisor")}
         if fields.get("prompt") is not None:
             changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
         self._update_job(job, changes)
@@ -1815,15 +1840,22 @@ class Registry:
             self._log(job, "delivery", "delegate_wrapper", after, {})
             return True
 
-    def claim_session(self, job: Job) -> Optional[str]:
-        """Begin a delivery into a pane unless another open job has it; the other job's id if so."""
+    def claim_session(self, job: Job) -> Tuple[bool, Optional[str]]:
+        """Begin a delivery into a pane: (ours to deliver, the other open job that has the pane).
+
+        By compare-and-swap, for a prompt is never injected twice.
+        """
         with self.write():
-            other = self.open_in_session(job.agent_session, job.job_id)
+            now = self.job(job.job_id)
+            if (now.attempt_id, now.delivery) != (job.attempt_id, "none") or now.outcome is not None \
+                    or now.status not in OPEN_STATUSES:
+                return False, None
+            other = self.open_in_session(now.agent_session, now.job_id)
             if other is None:
-                self._update_job(job, {"delivery": "sending", "delivered_at": utc_now(),
+                self._update_job(now, {"delivery": "sending", "delivered_at": utc_now(),
                                        "delivered_mono": instant()}, visible=False)
                 self._log(job, "delivery", "delegate_wrapper", "sending", {})
-            return other
+            return other is None, other
 
     def adopt_run(self, job_id: str, attempt: int, run: Dict[str, Any]) -> bool:
         """Become the one process that runs an attempt's command. False: somebody is, or it is over."""
@@ -1843,6 +1875,12 @@ class Registry:
         self._execute("UPDATE attempts SET run = ? WHERE job_id = ? AND attempt_id = ?",
                       (compact_json(run), job.job_id, job.attempt_id))
 
+    def earlier_runs(self, job: Job) -> List[str]:
+        """The process identities of the commands of a job's attempts before this one."""
+        return [row[0] for row in self._execute(
+            "SELECT run FROM attempts WHERE job_id = ? AND attempt_id < ? AND run IS NOT NULL AND run_ended_at IS NULL",
+            (job.job_id, job.attempt_id))]
+
     def end_run(self, job: Job, exit_status: Optional[int]) -> None:
         """Note that an attempt's command is over, with its exit status (negative: the signal)."""
         with self.write():
@@ -1850,6 +1888,11 @@ class Registry:
                           (utc_now(), exit_status, job.job_id, job.attempt_id))
             self._log(job, "exited", "_run", "exit status %s" % exit_status, {"exit_status": exit_status},
                       job.attempt_id)
+
+    def drop_supervisor(self, job_id: str, keeper: str) -> None:
+        """The same as set_supervisor(None), unless somebody else has undertaken it meanwhile."""
+        with self.write():
+            self._execute("UPDATE jobs SET supervisor = NULL WHERE job_id = ? AND supervisor = ?", (job_id, keeper))
 
     def set_supervisor(self, job_id: str, keeper: Optional[str]) -> None:
         """Note who carries an open job; None for nobody."""
@@ -1876,15 +1919,6 @@ class Registry:
             self._execute("DELETE FROM beats WHERE job_id = ? AND attempt_id = ?", (job_id, attempt))
 
     # -- the outbox ------------------------------------------------------------------------
-
-    def connect_wire(self, job_id: str) -> None:
-        """From now on this job's news is owed to a broker, that of its past included."""
-        with self.write():
-            if not self._execute("SELECT 1 FROM jobs WHERE job_id = ? AND wire IS NULL", (job_id,)):
-                return
-            self._execute("UPDATE jobs SET wire = 'mqtt' WHERE job_id = ?", (job_id,))
-            self._execute("UPDATE events SET owed = 1 WHERE job_id = ? AND seq IS NOT NULL "
-                          "AND attempt_id = (SELECT attempt_id FROM jobs WHERE job_id = ?)", (job_id, job_id))
 
     def owed_events(self, job_id: str, limit: int, after: int = 0) -> List[Event]:
         """What was recorded and not yet acknowledged by the broker, in order."""
@@ -1931,9 +1965,7 @@ class Registry:
                     self._execute("UPDATE jobs SET clear_owed = 1 WHERE job_id = ? AND attempt_id <> ?",
                                   (event.job_id, event.attempt_id))
             for job_id, revision in states:
-                self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ? AND state_sent > ?",
-                              (job_id, revision))
-                self._execute("UPDATE jobs SET state_sent = max(state_sent, ?) WHERE job_id = ?", (revision, job_id))
+                self._execute("UPDATE jobs SET state_sent = ? WHERE job_id = ?", (revision, job_id))
             for job_id in cleared:
                 self._execute("UPDATE jobs SET clear_owed = 0 WHERE job_id = ?", (job_id,))
 
@@ -2152,6 +2184,7 @@ class Registry:
         """Take `password` out of stored broker blocks (imported ones); the ids concerned."""
         import json
         found = []
+        self._execute("PRAGMA secure_delete=ON")      # not every SQLite overwrites what is deleted
         with self.write():
             for job_id, text in self._execute("SELECT job_id, broker FROM jobs WHERE broker LIKE '%password%'"):
                 block = json.loads(text)
@@ -2446,6 +2479,11 @@ class GatedChild:
         return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
+def ignore_sigterm() -> None:
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def raise_on_sigterm() -> None:
     """Turn SIGTERM into Terminated, so that a command can finish up before it goes."""
     import signal
@@ -2647,14 +2685,22 @@ Delivery = namedtuple("Delivery", "sent why")     # why: what stood in the way, 
 
 
 def broker_of(settings: Settings, job: Job) -> Optional[Broker]:
-    """The broker a job's news goes to: its own block over the environment's."""
+    """The broker a job's news goes to: the host and port of its wire, with what is set for them here."""
     import json
-    return broker_settings(settings, json.loads(job.broker) if job.broker else None)
+    if not job.wire:
+        return None
+    host, _, port = job.wire.rpartition(":")
+    block = json.loads(job.broker) if job.broker else {}
+    return broker_settings(settings, {**block, "host": host, "port": int(port)})
 
 
 def wire_of(settings: Settings, block: Optional[Dict[str, Any]]) -> Optional[str]:
-    """What to store as a job's wire: a host named anywhere means that its news is owed to a broker."""
-    return "mqtt" if (block or {}).get("host") or settings.get("MQTT_BROKER") else None
+    """What to store as a new job's wire: host:port of the broker configured now, None without one.
+
+    It is decided at registration: what is recorded without a wire is never owed later.
+    """
+    broker = broker_settings(settings, block)
+    return "%s:%d" % (broker.host, broker.port) if broker else None
 
 
 def _job_lock(registry: Registry, job_id: str) -> FileLock:
@@ -2746,9 +2792,17 @@ def deliver(registry: Registry, settings: Settings, job_id: str, attempts: int =
     for a broker's sake: what is not sent stays owed.
     """
     try:
-        broker = broker_of(settings, registry.job(job_id))
-    except MamError as error:
+        return _deliver(registry, settings, job_id, attempts, sweep)
+    except MamError as error:      # bad settings; or the registry fails, and it is recorded all the same
+        if error.code == "registry_gone":
+            raise
         return Delivery(False, error.message)
+    except OSError as error:
+        return Delivery(False, "%s: %s" % (error.filename or job_id, error.strerror))
+
+
+def _deliver(registry: Registry, settings: Settings, job_id: str, attempts: int, sweep: bool) -> Delivery:
+    broker = broker_of(settings, registry.job(job_id))
     if broker is None:
         return Delivery(not registry.owes(job_id), "no broker is set here (MQTT_BROKER)")
     why, client_id = "", ""
@@ -2783,8 +2837,11 @@ def _sweep(registry: Registry, settings: Settings, connection: Connection, but: 
         if job_id == but:
             continue
         with _job_lock(registry, job_id) as lock:
-            if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == connection.broker:
-                _send_owed(registry, connection, job_id)
+            try:
+                if lock.acquire(0) and broker_of(settings, registry.job(job_id)) == connection.broker:
+                    _send_owed(registry, connection, job_id)
+            except MamError:
+                continue   # that job's broker settings are wrong, or the registry is in trouble: its owner is told
 
 
 def record(registry: Registry, settings: Settings, job_id: str, request: str, *, source: str,
@@ -2798,9 +2855,6 @@ def record(registry: Registry, settings: Settings, job_id: str, request: str, *,
     """
     secrets = settings.secrets
     detail, feedback = split_detail(settings.generalise(detail))
-    job = registry.job(job_id)
-    if job.wire is None and settings.get("MQTT_BROKER"):
-        registry.connect_wire(job_id)
     return registry.transition(
         job_id, request, expected_attempt=attempt, expected_dispatch_token=token, expected_last_seq=last_seq,
         source=source, fields={"detail": detail, "feedback": feedback, "data": hide_secrets_in(data or {}, secrets),
@@ -2899,8 +2953,7 @@ def start_daemon(registry: Registry, settings: Settings) -> bool:
 def ensure_daemon(registry: Registry, settings: Settings) -> DaemonInfo:
     """The living daemon, after starting one if there is work for it and none lives."""
     info = daemon_info(registry)
-    if not info.alive and os.access(registry.directory, os.W_OK) \
-            and registry.has_work(bool(settings.get("MQTT_BROKER"))):
+    if not info.alive and os.access(registry.directory, os.W_OK) and registry.has_work(True):
         start_daemon(registry, settings)
     return info
 
@@ -2916,11 +2969,6 @@ def replace_daemon(registry: Registry, settings: Settings) -> None:
         time.sleep(0.02)
 
 
-def line_state(info: DaemonInfo, broker: Optional[Broker]) -> Dict[str, Any]:
-    """What the daemon says of its connection to a broker."""
-    return info.lines.get(broker_address(broker), {}) if broker else {}
-
-
 def deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int, attempts: int = 3,
                   wait_s: float = DAEMON_WAIT_S) -> Delivery:
     """Bring a recorded event to its broker: by the daemon if it is connected, else by ourselves (DESIGN 8).
@@ -2928,21 +2976,29 @@ def deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int
     Leaves a daemon behind that goes on with what is not sent. A publisher without network
     or credentials so publishes as well as any, without importing paho.
     """
+    try:
+        return _deliver_event(registry, settings, job, event_n, attempts, wait_s)
+    except MamError as error:      # bad settings, or the registry is in trouble: it is recorded all the same
+        if error.code == "registry_gone":
+            raise
+        return Delivery(not job.wire, error.message)
+    except OSError as error:
+        return Delivery(not job.wire, "%s: %s" % (error.filename or job.job_id, error.strerror))
+
+
+def _deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int, attempts: int,
+                   wait_s: float) -> Delivery:
     info = ensure_daemon(registry, settings)
     if not job.wire:
         return Delivery(True, "")
-    try:
-        broker = broker_of(settings, job)
-    except MamError:
-        broker = None
     if info.turning and _daemon_can_send(info, job):
         wake_daemon(registry)
         sent = _wait_delivered(registry, job.job_id, event_n, wait_s)   # wakes can be lost: it looks anyway
         if sent.sent or daemon_info(registry).turning:
             return sent
     sent = deliver(registry, settings, job.job_id, attempts, sweep=True)
-    if sent.sent and info.alive and broker:
-        line = line_state(info, broker)
+    if sent.sent and info.alive:
+        line = info.lines.get(job.wire)
         if not line or line["final"] or line["failures"] >= REFUSED_TRIES:
             replace_daemon(registry, settings)     # we could connect and it cannot
         elif line["state"] != "up":
@@ -2952,14 +3008,8 @@ def deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int
 
 def _daemon_can_send(info: DaemonInfo, job: Job) -> bool:
     """Whether the daemon has, or is just making, a connection that this job's news will take."""
-    line = info.lines.get(info.lines.get("default", {}).get("address") if not job.broker else _own_address(job), {})
+    line = info.lines.get(job.wire, {})
     return line.get("state") == "up" or line.get("state") == "dialing" and not line.get("failures")
-
-
-def _own_address(job: Job) -> str:
-    import json
-    block = json.loads(job.broker)
-    return "%s:%d" % (block["host"], block["port"])
 
 
 def _wait_delivered(registry: Registry, job_id: str, event_n: int, wait_s: float) -> Delivery:
@@ -3012,7 +3062,7 @@ def needs_supervisor(job: Job) -> bool:
 def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> None:
     """Start `_supervise` for a job that needs it; looked at anew, for it may just have got one."""
     if needs_supervisor(registry.job(job_id)):
-        spawn_self(["_supervise", job_id], own_environment(settings), supervisor_log(registry))
+        spawn_self(["_supervise", "--", job_id], own_environment(settings), supervisor_log(registry))
 
 
 class Dialer:
@@ -3666,7 +3716,6 @@ class Daemon:
         self._registry, self._settings, self._lock = registry, settings, lock
         self._wake_fd = self._open_wake()
         self._lines: Dict[Broker, Line] = {}
-        self._default: Optional[Broker] = None
         self._clock = Clock(registry, settings, self._on_wire)
         self._me = identity_of(os.getpid())
         self._version = -1
@@ -3675,7 +3724,6 @@ class Daemon:
         self._touch_at = self._takeover_at = 0.0
         self._turned = self._worked = time.monotonic()
         self._described = ""
-        self._config_error = ""
         self._started_at = utc_now()
         self._build = build_id()
 
@@ -3692,7 +3740,6 @@ class Daemon:
     def run(self) -> int:
         """Until there is nothing to do, or another is to take over, or the registry has gone."""
         try:
-            self._connect_default()
             while not self._turn():
                 self._wait()
         except Terminated:
@@ -3704,15 +3751,6 @@ class Daemon:
         for line in self._lines.values():
             line.close()
         return Exit.OK
-
-    def _connect_default(self) -> None:
-        try:
-            self._default = broker_settings(self._settings)
-        except MamError as error:
-            self._config_error = error.message
-            log(error.message)
-        if self._default:
-            self._line(self._default)
 
     def _line(self, broker: Broker) -> Line:
         if broker not in self._lines:
@@ -3756,7 +3794,8 @@ class Daemon:
         except MamError as error:
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
                 raise
-            log(error.message)               # busy, or a full disk: everything is still owed
+            log(error.message)               # busy, or a full disk: everything is still owed, and
+            self._clock.restart(now)         # nobody else could record a sign of life either
             time.sleep(LOOK_S)
             self._dirty = True
         return False
@@ -3767,18 +3806,21 @@ class Daemon:
             self._cursor = self._registry.last_key()
             changed: List[str] = []
             jobs = self._registry.open_jobs()
+            jobs += self._registry.jobs_by_id(self._registry.jobs_owing(1000))
         else:
             self._cursor, changed = self._registry.changed_jobs(self._cursor)
             jobs = self._registry.jobs_by_id(changed)
         self._clock.refresh(jobs, self._registry.beats(), now)
         for job in jobs:
-            if job.broker:
-                try:
-                    broker = broker_of(self._settings, job)
-                except MamError:
-                    continue
-                if broker:
-                    self._line(broker)
+            if needs_supervisor(job):
+                ensure_supervisor(self._registry, self._settings, job.job_id)
+            try:
+                broker = broker_of(self._settings, job)
+            except MamError as error:
+                log(error.message)
+                continue
+            if broker:
+                self._line(broker)
         remote = self._registry.open_remote_jobs()
         for line in self._lines.values():
             line.inbox.forget_keys(changed)
@@ -3819,10 +3861,6 @@ class Daemon:
     def _describe(self) -> None:
         """Say in the registry how things stand, when that has changed."""
         lines: Dict[str, Any] = {broker_address(broker): line.describe() for broker, line in self._lines.items()}
-        if self._default:
-            lines["default"] = {"address": broker_address(self._default)}
-        elif self._config_error:
-            lines["default"] = {"address": "", "why": self._config_error}
         drops: Dict[str, int] = {}
         for line in self._lines.values():
             for reason, count in line.inbox.drops.items():
@@ -3836,10 +3874,13 @@ class Daemon:
             self._registry.set_meta("daemon", text)
 
     def _time_to_leave(self, now: float) -> bool:
-        wired = any(line.connection or not line.final for line in self._lines.values())
-        if self._registry.has_work(wired):
+        if self._registry.has_work(self._can_send()):
             self._worked = now
         return now - self._worked > IDLE_LEAVE_S
+
+    def _can_send(self) -> bool:
+        """Whether what is owed is a reason to stay: not to a broker that has refused us for good."""
+        return any(not line.final for line in self._lines.values())
 
     def _asked_to_leave(self) -> bool:
         if self._registry.meta("daemon_leave") is None:
@@ -3853,7 +3894,7 @@ class Daemon:
         self._registry.set_meta("daemon", None)
         self._described = ""
         fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
-        if whatever or not self._registry.has_work(bool(self._lines)):
+        if whatever or not self._registry.has_work(self._can_send()):
             return True
         return not self._lock.acquire(0)     # somebody else has started one meanwhile, or we go on
 
@@ -3901,6 +3942,7 @@ class Follower:
         self._cursor = registry.before_first_event(job_ids)
         self._version = -1
         self._all_unknown = True                # nothing was read yet
+        self._not_looked_at: set = set()        # jobs with events newer than what was read of the job
         self._checked_path = time.monotonic()
         self._open = set(job_ids)
         self._fresh_ends: List[Job] = []        # not yet asked for by take_ends
@@ -3918,6 +3960,12 @@ class Follower:
     def track(self, job_id: str) -> _Track:
         return self._tracks[job_id]
 
+    def beat(self, job_id: str) -> Optional[Beat]:
+        return self._registry.beat(job_id)
+
+    def registry_is_there(self) -> bool:
+        return self._registry.still_there()
+
     def ended(self) -> List[Job]:
         """The jobs that have ended, in the order in which they were asked for."""
         return [track.final for track in self._tracks.values() if track.final]
@@ -3932,7 +3980,7 @@ class Follower:
         now = time.monotonic()
         if now - self._checked_path > 1.0:
             self._checked_path = now
-            if not self._registry.still_there():
+            if not self.registry_is_there():
                 raise MamError("the registry %s was removed or replaced while in use" % self._registry.path,
                                exit=Exit.NOT_RECORDED, code="registry_gone")
         shown: List[Event] = []
@@ -3948,6 +3996,18 @@ class Follower:
         only = next(iter(self._tracks)) if len(self._tracks) == 1 else None
         changed = set(self._tracks) if self._all_unknown else set()
         self._all_unknown = False
+        changed |= self._not_looked_at | self._read(only, now, shown)
+        jobs = self._registry.jobs_by_id([job_id for job_id in changed if job_id in self._open])
+        self._not_looked_at = self._read(only, now, shown)     # an end seen just now has its event here
+        for job in jobs:
+            track = self._tracks[job.job_id]
+            ended = job.status in TERMINAL_STATUSES and self._speaks_for(job)
+            track.final = job if ended else None
+            self._settle(track)
+
+    def _read(self, only: Optional[str], now: float, shown: List[Event]) -> set:
+        """Take in what was logged since the last reading; the jobs it is about."""
+        changed = set()
         while True:
             batch = self._registry.events(only, self._cursor, 1000)
             for event in batch:
@@ -3959,11 +4019,11 @@ class Follower:
                 if event.seq is not None and self._wanted(event):
                     self._accept(track, event, now, shown)
             if len(batch) < 1000:
-                break
-        for job in self._registry.jobs_by_id([job_id for job_id in changed if job_id in self._open]):
-            track = self._tracks[job.job_id]
-            track.final = job if job.status in TERMINAL_STATUSES else None
-            self._settle(track)
+                return changed
+
+    def _speaks_for(self, job: Job) -> bool:
+        """Whether the end of the job's current attempt is the one that is waited for."""
+        return job.attempt_id >= self._attempt and self._token in (None, job.dispatch_token)
 
     def _wanted(self, event: Event) -> bool:
         if event.attempt_id < self._attempt:
@@ -3981,6 +4041,9 @@ class Follower:
         """Move to `shown` what follows without a hole, or stands behind one waited for long enough."""
         while track.held:
             event = track.held[0]
+            if (event.attempt_id, event.seq) <= (track.attempt, track.seq):
+                track.held.pop(0)       # written twice
+                continue
             follows = (event.seq == track.seq + 1 or only_beats_between(event.payload, track.seq)
                        or not track.saw_event and (self._attempt or self._token))
             if not follows and track.hole_since is None:
@@ -4012,6 +4075,12 @@ class Patience:
         self._timeout_s = timeout_s
         self._next_look = 0.0
 
+    def _beats(self, job_id: str, limit_s: float) -> bool:
+        """Whether the job's beat was touched within the limit: silent, but alive."""
+        beat = self._follower.beat(job_id)
+        age = elapsed_s(beat.touched_mono, beat.touched_at) if beat else None
+        return age is not None and age < limit_s
+
     def exhausted(self) -> Optional[str]:
         """Why to stop waiting, if so."""
         now = time.monotonic()
@@ -4024,7 +4093,7 @@ class Patience:
         for job_id in self._follower.pending:
             track = self._follower.track(job_id)
             limit = self._idle_s[job_id] if track.saw_event else self._first_s[job_id]
-            if now - track.last_news >= limit:
+            if now - track.last_news >= limit and not self._beats(job_id, limit):
                 return "idle timeout (%gs, no events) for %s; still pending: %s" % (
                     limit, job_id, ", ".join(sorted(self._follower.pending)))
         return None
@@ -4091,7 +4160,10 @@ class CappedFile:
             turn = (self._written - self._head) % ring
             tail = os.pread(self._descriptor, ring, self._head)
             tail = tail[turn:] + tail[:turn]
-            mark = b"\n[mam: %d bytes left out here]\n" % (self._written - self._cap)
+            left_out = self._written - self._cap
+            mark = b"\n[mam: %d bytes left out here]\n" % left_out
+            for _ in range(2):       # the line itself takes room, and its length depends on the number
+                mark = b"\n[mam: %d bytes left out here]\n" % (left_out + len(mark))
             os.pwrite(self._descriptor, (mark + tail[len(mark):]), self._head)
         os.close(self._descriptor)
 
@@ -4135,6 +4207,7 @@ class Run:
             failure = "%s: %s" % (error.filename or "the command", error.strerror)
         if failure:
             self._insist(lambda: self._say("spawn_failed", failure))
+        ignore_sigterm()         # from here on it only ends and records; a TERM must not stop it halfway
         return self._finish()
 
     def _insist(self, step: Callable[[], Any]) -> None:
@@ -4177,6 +4250,9 @@ class Run:
             return "no folder %s" % self._job.workdir
         if not word.replace("/", "").replace(".", "").replace("_", "").replace("-", "").isalnum():
             return ""     # a variable, a quote, a bracket: the shell's own business
+        if "/" in word and not os.access(os.path.join(self._job.workdir, word), os.X_OK):
+            return "%s: %s" % (word, "not executable" if os.path.exists(
+                os.path.join(self._job.workdir, word)) else "not found")      # dash finds it all the same
         with open(os.devnull, "wb") as nowhere:
             found = run_shell('command -v -- %s' % word, self._job.workdir, env, nowhere, 10.0, 1.0)
         return "" if found == 0 else "%s: not found" % word
@@ -4228,8 +4304,15 @@ class Run:
             return self._look(now)
         except MamError as error:
             self._retry_at = now + 1.0
-            sys.stderr.write("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, error.message))
+            self._complain(error.message)
             return False
+
+    def _complain(self, what: str) -> None:
+        """A line for daemon.log. Its disk may be the full one: that must not end the command's keeper."""
+        try:
+            os.write(2, ("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, what)).encode("utf-8", "replace"))
+        except OSError:
+            pass   # there is nowhere else to say it
 
     def _look(self, now: float) -> bool:
         """Keep the wall clock, and see whether somebody else ended the attempt."""
@@ -4260,7 +4343,6 @@ class Run:
         self._insist(lambda: self._registry.end_run(self._job, self._exit_status))
         if exited:
             self._insist(lambda: self._report_exit(self._exit_status or 0))
-        ensure_supervisor(self._registry, self._settings, self._job.job_id)
         deliver_event(self._registry, self._settings, self._registry.job(self._job.job_id), 0)
         return Exit.OK
 
@@ -4282,8 +4364,7 @@ class Run:
         tick()
         self._output.close()
         if self._output.failed:
-            sys.stderr.write("%s mam _run %s: output not kept: %s\n" % (
-                utc_now(), self._job.job_id, self._output.failed))
+            self._complain("output not kept: %s" % self._output.failed)
         return left_running
 
     def _report_exit(self, status: int) -> None:
@@ -4380,7 +4461,7 @@ def _quoted(word: str) -> str:
 def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[str, str]:
     """What a worker is told by its environment (DESIGN 11)."""
     return {"JOB_ID": job.job_id, "MAM_JOB_ID": job.job_id, "MAM_JOB_BRIEF": brief_path(registry, job),
-            "MAM_PUBLISH_CMD": "%s publish --job %s" % (launcher_path(registry, settings), job.job_id),
+            "MAM_PUBLISH_CMD": "%s publish --job=%s" % (launcher_path(registry, settings), job.job_id),
             "MAM_ATTEMPT_ID": str(job.attempt_id), "MAM_DISPATCH_TOKEN": job.dispatch_token,
             "MAM_REGISTRY_DIR": registry.directory, "MAM_REAL_ROOT": settings.workspace}
 
@@ -4463,7 +4544,7 @@ def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> s
 
     Starts with a word, for a leading `!` or `/` is a command to some agents.
     """
-    publish = "%s publish --job %s --attempt-id %d --expect-dispatch-token %s" % (
+    publish = "%s publish --job=%s --attempt-id %d --expect-dispatch-token=%s" % (
         launcher_path(registry, settings), job.job_id, job.attempt_id, job.dispatch_token)
     return "\n".join((
         "Job %s, attempt %d, from mam. The brief is the file %s" % (job.job_id, job.attempt_id, clean_text(brief)),
@@ -4495,7 +4576,7 @@ def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
     write_brief(registry, job)
     if kind == "exec":
         if registry.move_delivery(job.job_id, job.attempt_id, "none", "sending"):
-            spawn_self(["_run", job.job_id, "--attempt-id", str(job.attempt_id)], own_environment(settings),
+            spawn_self(["_run", "--attempt-id", str(job.attempt_id), "--", job.job_id], own_environment(settings),
                        supervisor_log(registry))
     elif kind == "tmux":
         _hand_to_pane(registry, settings, job, TmuxSession(settings, name))
@@ -4511,7 +4592,9 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
             if not lock.acquire(30.0):
                 raise SessionError("another delivery to %s is going on" % job.agent_session)
             session.check()
-            other = registry.claim_session(job)
+            ours, other = registry.claim_session(job)
+            if not ours and not other:
+                return            # somebody delivers it already, or it is over
             if other:
                 raise SessionError("%s is at work on job %s" % (job.agent_session, other),
                                    hint="wait for it (mam wait %s), or cancel it" % other)
@@ -4576,10 +4659,11 @@ class Supervisor:
         with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
             if not lock.acquire(0):
                 return Exit.OK
+            me = keeper_of("_supervise")
             while needs_supervisor(self._registry.job(self._job_id)):
-                self._registry.set_supervisor(self._job_id, keeper_of("_supervise"))
+                self._registry.set_supervisor(self._job_id, me)
                 self._carry()
-                self._registry.set_supervisor(self._job_id, None)
+                self._registry.drop_supervisor(self._job_id, me)
         return Exit.OK
 
     def _carry(self) -> None:
@@ -4589,7 +4673,8 @@ class Supervisor:
                 return
             if orphaned(job):
                 end_orphan(self._registry, self._settings, job)
-            elif job.delivery == "none" and job.outcome is None and can_deliver(job):
+            elif job.delivery == "none" and job.supervisor and can_deliver(job) and not self._in_other_hands(job):
+                self._end_earlier_attempts(job)
                 hand_over(self._registry, self._settings, job)
             elif job.phase == "validating":
                 if self._work_is_over(job):
@@ -4600,10 +4685,26 @@ class Supervisor:
                 return
 
     @staticmethod
-    def _work_is_over(job: Job) -> bool:
+    def _in_other_hands(job: Job) -> bool:
+        """Whether a living process other than this one has undertaken to deliver the job."""
+        import json
+        who = json.loads(job.supervisor)["who"]
+        return who["pid"] != os.getpid() and is_alive(who) is not False
+
+    def _end_earlier_attempts(self, job: Job) -> None:
+        for run in self._registry.earlier_runs(job):
+            end_run_of(self._registry, self._settings, job._replace(run=run))
+
+    def _work_is_over(self, job: Job) -> bool:
         """Whether the command has exited, so that what it leaves behind stands still."""
         import json
-        return not job.run or bool(job.run_ended_at) or not is_alive(json.loads(job.run)["supervisor"])
+        if not job.run or job.run_ended_at:
+            return True
+        if is_alive(json.loads(job.run)["supervisor"]) is not False:
+            return False
+        end_command(self._settings, job)       # its `_run` was killed while it tidied up
+        self._registry.end_run(job, None)
+        return True
 
     def _validate(self, job: Job) -> None:
         """Check artifacts, run --validate, settle the job by what came out."""
@@ -4633,13 +4734,15 @@ class Supervisor:
         def unwanted() -> bool:
             now = self._registry.job(job.job_id)
             return now.phase != "validating" or now.attempt_id != job.attempt_id
-        with open(path, "wb") as output:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        _give_to_owner(path)
+        with open(descriptor, "wb") as output:
             status = run_shell(job.validate_cmd, job.workdir, env, output, max(1.0, left_s),
                                self._settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S), unwanted)
         if status == 0:
             return ""
         if status is None:
-            return None if unwanted() else "validation did not end within the job's %gs" % job.timeout_sec
+            return None          # no longer wanted, or the wall clock: the keeper closes the job for it
         with open(path, "rb") as written:
             written.seek(max(0, os.path.getsize(path) - 4096))
             lines = written.read().decode("utf-8", "replace").strip().splitlines()
@@ -4680,7 +4783,15 @@ def event_line(event: Event) -> str:
 
 def event_json(event: Event) -> str:
     """The event as it travels, without its signature; already one line."""
-    return event.payload
+    return harmless_json(event.payload)
+
+
+def harmless_json(text: str) -> str:
+    """JSON with DEL, C1 and direction characters escaped: JSON allows them raw, and some drive a terminal."""
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join([character if not 127 <= ord(character) < 160 and ord(character) not in _DIRECTION_CHARACTERS
+                    else "\\u%04x" % ord(character) for character in text])
 
 
 def log_record(event: Event) -> Dict[str, Any]:
@@ -4818,10 +4929,7 @@ def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[s
         info.process["pid"], format_duration(elapsed_s(None, info.started_at) or 0), info.build,
         " (OLDER than this mam: mam daemon stop)" if older else "", "" if info.turning else ", STUCK")]
     for address, line in sorted(info.lines.items()):
-        if address != "default":
-            lines.append("broker %s: %s%s" % (address, line["state"], ", " + line["why"] if line["why"] else ""))
-        elif line.get("why"):
-            lines.append("broker: " + line["why"])
+        lines.append("broker %s: %s%s" % (address, line["state"], ", " + line["why"] if line["why"] else ""))
     lines.append("%d events and %d states owed, %d beats armed, %d remote jobs subscribed" % (
         owed[0], owed[1], info.armed, info.subscribed))
     if info.drops:
@@ -4856,7 +4964,7 @@ def _say(line: str) -> None:
 
 def _dump(value: Any) -> None:
     import json
-    _out(json.dumps(value, ensure_ascii=False, indent=2))
+    _out(harmless_json(json.dumps(value, ensure_ascii=False, indent=2)))
 
 
 def _wants_colour(settings: Settings) -> bool:
@@ -4874,6 +4982,9 @@ def _add_job(parser: Any, help: str = "job id") -> None:
 
 def _job_of(args: Any) -> str:
     job_id = args.job_flag or args.job
+    if args.job_flag and args.job and args.job_flag != args.job:
+        raise MamError("two jobs are named: %r and %r" % (args.job[:80], args.job_flag[:80]), exit=Exit.USAGE,
+                       code="usage")
     if not job_id:
         raise MamError("which job? name its id", exit=Exit.USAGE, code="usage", hint="`mam list` shows the jobs")
     return check_job_id(job_id)
@@ -4889,6 +5000,10 @@ def _positive(text: str) -> float:
         return parse_seconds(text, "")
     except MamError:
         raise argparse.ArgumentTypeError("%r is not a positive number of seconds" % text) from None
+
+
+def _positive_or_0(text: str) -> float:
+    return 0.0 if text == "0" else _positive(text)
 
 
 def _count(text: str) -> int:
@@ -4970,11 +5085,11 @@ def _add_contract(parser: Any) -> None:
 def _contract(args: Any, settings: Settings, prompt: str, workdir: str) -> Dict[str, Any]:
     """The columns of a new job; everything is checked here, before anything is written."""
     heartbeat = args.heartbeat or settings.seconds("MAM_HEARTBEAT_SEC", DEFAULT_HEARTBEAT_S)
-    misses = args.heartbeat_misses or int(settings.seconds("MAM_HEARTBEAT_MISSES", DEFAULT_HEARTBEAT_MISSES))
-    job_id = check_job_id(args.job_id) if args.job_id else random_hex(32 if args.bits == 128 else 8)
+    misses = args.heartbeat_misses or settings.count("MAM_HEARTBEAT_MISSES", DEFAULT_HEARTBEAT_MISSES)
+    job_id = check_job_id(args.job_id) if args.job_id is not None else random_hex(32 if args.bits == 128 else 8)
     session = check_session(args.agent_session)
-    block = parse_broker_flag(args.broker) if args.broker else None
-    for name, value in (("--agent", args.agent), ("--role", args.role)):
+    block = parse_broker_flag(args.broker) if args.broker is not None else None
+    for name, value in (("--agent", args.agent), ("--role", args.role), ("the working folder", workdir)):
         _argument_text(value, name)
     return {
         "job_id": job_id, "title": title_of(prompt), "agent": clean_text(args.agent), "agent_session": session,
@@ -5020,6 +5135,8 @@ def cmd_register(args: Any) -> int:
             raise MamError("the token on stdin must be at least 16 printable ASCII characters", code="bad_token")
     if args.dispatch_token is not None and not is_name(args.dispatch_token):
         raise MamError("--dispatch-token must be 1 to 64 of letters, digits, _ and -", exit=Exit.USAGE, code="usage")
+    if args.reviewer is not None:
+        args.reviewer = clean_text(_argument_text(args.reviewer, "--reviewer"))
     record_.update(job_type=args.job_type, reviewer=args.reviewer, max_iterations=args.max_iterations,
                    reviewer_session=args.reviewer_session and check_session(args.reviewer_session),
                    attempt_id=args.attempt_id)
@@ -5059,7 +5176,8 @@ def cmd_delegate(args: Any) -> int:
         if text is not None and ("\0" in text or not is_encodable(text)):
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
     preflight(settings, args.agent_session, args.command, workdir)
-    warn_public_broker(settings, broker_settings(settings, parse_broker_flag(args.broker) if args.broker else None))
+    block = None if args.broker is None else parse_broker_flag(args.broker)
+    warn_public_broker(settings, broker_settings(settings, block))
     with Registry(settings.registry_dir, create=True) as registry:
         job = registry.register(record_)
         try:
@@ -5109,6 +5227,7 @@ def _leave(registry: Registry, settings: Settings, job_id: str, cancel: bool) ->
     if cancel or job.delivery == "none" and can_deliver(job):
         _cancel(registry, settings, job_id, "cancelled: the delegator was ended")
     else:
+        ensure_daemon(registry, settings)
         _say("job %s goes on; `mam watch %s` follows it, `mam cancel %s` ends it" % (job_id, job_id, job_id))
 
 
@@ -5171,7 +5290,7 @@ def cmd_publish(args: Any) -> int:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="what you reported is kept in the job's log; leave your work in place and stop")
         if extra and daemon_is_elsewhere(registry):
-            spawn_self(["_beat", job_id], own_environment(settings), supervisor_log(registry))
+            spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
         sent = deliver_event(registry, settings, answer.job, answer.event.n if answer.event else 0, args.attempts)
         if sent.sent:
             return Exit.OK
@@ -5289,8 +5408,9 @@ def add_subscribe(parser: Any) -> None:
     parser.add_argument("--timeout", type=_positive, metavar="S", help="wall clock (default: the job's)")
     parser.add_argument("--idle-timeout", type=_positive, metavar="S",
                         help="seconds without an event, per job (default: the job's)")
-    parser.add_argument("--ack-timeout", metavar="S", help="seconds more for the first event (default: the job's; "
-                                                           "0: idle counts only from the first event on)")
+    parser.add_argument("--ack-timeout", type=_positive_or_0, metavar="S",
+                        help="seconds more for the first event (default: the job's; "
+                             "0: idle counts only from the first event on)")
     parser.add_argument("--expect-retention", action="store_true", help="warn if a job has not ended after 3 s")
     parser.add_argument("--expect-dispatch-token", metavar="TOKEN", help="only events with this token")
     parser.add_argument("--attempt-id", type=_count, metavar="N", help="only this attempt and later ones")
@@ -5314,11 +5434,11 @@ def cmd_subscribe(args: Any) -> int:
         if not jobs:
             raise MamError("no pending or running jobs to wait for", exit=Exit.TIMEOUT, code="nothing")
         follower = Follower(registry, [job.job_id for job in jobs], args.attempt_id, args.expect_dispatch_token)
+        clock = _subscriber_clock(args, follower, jobs)
         for job in jobs:
             _out("SUBSCRIBED %s" % events_topic(job))
         sys.stdout.flush()
-        why = follow(follower, _emitter(args.json), lambda: follower.done,
-                     _caretaker(settings, _subscriber_clock(args, follower, jobs)))
+        why = follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings, clock))
         if why:
             _say(why)
             return Exit.TIMEOUT
@@ -5327,8 +5447,7 @@ def cmd_subscribe(args: Any) -> int:
 
 def _subscriber_clock(args: Any, follower: Follower, jobs: Sequence[Job]) -> Callable[[], Optional[str]]:
     """v4's budgets: T + idle before a job's first event, idle after it, the wall clock over all."""
-    ack = None if args.ack_timeout is None else 0.0 if args.ack_timeout == "0" else parse_seconds(
-        args.ack_timeout, "--ack-timeout")
+    ack = args.ack_timeout
     idle = {job.job_id: args.idle_timeout or job.idle_timeout_sec for job in jobs}
     first = {job.job_id: float("inf") if ack == 0 else idle[job.job_id] + (ack or job.ack_timeout_sec) for job in jobs}
     patience = Patience(follower, args.timeout or max(job.timeout_sec for job in jobs), idle, first)
@@ -5423,7 +5542,7 @@ def cmd_logs(args: Any) -> int:
             return _print_output(registry, job, args.attempt_id or job.attempt_id)
         events = registry.events(job_id)
         for event in events[-args.tail:] if args.tail > 0 else events:
-            _out(compact_json(log_record(event)) if args.json else log_line(event))
+            _out(harmless_json(compact_json(log_record(event))) if args.json else log_line(event))
     return Exit.OK
 
 
@@ -5544,13 +5663,15 @@ def cmd_redispatch(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     job_id, prompt = _job_of(args), _prompt_of(args)
     with Registry(settings.registry_dir) as registry:
-        answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt}, "operator")
+        deliver_it = not args.no_deliver and can_deliver(registry.job(job_id))
+        keeper = keeper_of("delegate") if deliver_it else None     # set with the attempt: nobody else starts it
+        answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt,
+                                                          "supervisor": keeper}, "operator")
         if not answer.committed:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="mam redispatch %s --force" % job_id)
         job = answer.job
-        if not args.no_deliver and can_deliver(job):
-            registry.set_supervisor(job_id, keeper_of("delegate"))
+        if deliver_it:
             ensure_daemon(registry, settings)
             job = hand_over(registry, settings, job)
         _try_delivery(registry, settings, job)
@@ -5564,7 +5685,8 @@ def _redispatch(registry: Registry, settings: Settings, job_id: str, fields: Dic
                 source: str) -> Transition:
     """Open the next attempt; the old one's command is gone when this returns."""
     before = registry.job(job_id)
-    answer = registry.transition(job_id, "redispatch", source=source, fields=fields)
+    keeper = fields.get("supervisor") or (None if can_deliver(before) else before.supervisor)   # a queue keeps its own
+    answer = registry.transition(job_id, "redispatch", source=source, fields={**fields, "supervisor": keeper})
     if answer.committed:
         end_run_of(registry, settings, before)
     return answer
@@ -5864,11 +5986,15 @@ def build_parser(name: str) -> Any:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:
-            raise MamError("%s: %s" % (name, message), exit=Exit.USAGE, code="usage", hint="mam %s --help" % name)
+            shown = "" if name == "_overview" else name
+            raise MamError("%s: %s" % (shown, message) if shown else message, exit=Exit.USAGE, code="usage",
+                           hint="mam %s --help" % shown if shown else "mam help")
     command = COMMANDS[name]
     parser = Parser(prog="mam " + name, description=command.run.__doc__, allow_abbrev=False,
                     formatter_class=_help_formatter)
     command.add(parser)
+    if "--json" not in parser._option_string_actions:
+        parser.add_argument("--json", action="store_true", help="errors as JSON")
     parser.add_argument("--registry-dir", metavar="DIR", default=argparse.SUPPRESS,
                         help="the registry (default: MAM_REGISTRY_DIR, else .mam of the workspace)")
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="tracebacks for errors")
@@ -5899,7 +6025,7 @@ def parse_arguments(argv: Sequence[str]) -> Any:
     if rest[:1] == ["-h"]:
         return "help", build_parser("help").parse_args([])
     name = find_command(rest.pop(0)) if rest else "_overview"
-    args = build_parser(name).parse_args(rest + before)
+    args = build_parser(name).parse_args(before + rest)
     for option in ("registry_dir", "debug"):
         if not hasattr(args, option):
             setattr(args, option, None)
@@ -5923,16 +6049,22 @@ def _drop_stdout() -> None:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command; every failure that a user can cause ends in MamError."""
     import errno
-    name, args = parse_arguments(argv)
+    debug = "--debug" in argv
     try:
-        code = COMMANDS[name].run(args)
+        try:
+            name, args = parse_arguments(argv)
+            for variable in meaningless_variables() if COMMANDS[name].group == "v4" else ():
+                _say("%s has no meaning here" % variable)
+            code = COMMANDS[name].run(args)
+        except SystemExit as done:      # --help, --version
+            code = done.code or Exit.OK
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         _drop_stdout()
         return Exit.BROKEN_PIPE
     except OSError as error:
-        if args.debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM,
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM,
                                              errno.ENOENT, errno.EMFILE, errno.EIO):
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -5942,9 +6074,21 @@ def run_command(argv: Sequence[str]) -> int:
                        hint="free some space, then run the same command again" if full else "") from None
 
 
+def _open_closed_streams() -> None:
+    """Put /dev/null where a standard stream was closed: else the registry would get its descriptor."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """The program. Returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -628,19 +628,19 @@ def test_an_event_between_the_look_and_the_verdict_wins(post: Post, monkeypatch:
 
 def test_a_host_that_slept_closes_nobody_when_it_wakes(post: Post) -> None:
     """Lost: every job of a laptop whose lid was closed for longer than idle."""
-    post.add("j", idle_timeout_sec=2.0)
+    post.add("j", idle_timeout_sec=3.0)
     run = post.run(wait=False)
     post.wait_daemon()
     post.say("j", "started")
-    post.wait_look()
-    post.say("j")
+    post.wait_look(1)
+    assert post.say("j").committed
     pause(run.pid)
     begun = time.monotonic()
     poll(lambda: time.monotonic() - begun > 3.5, 10, "a sleep longer than idle")
     resume(run.pid)
     woken = time.time()
     assert post.wait_status("j", "error").reason == "unresponsive"
-    assert ended_after(post, "j", woken) >= 1.8, "idle starts anew"
+    assert ended_after(post, "j", woken) >= 2.8, "idle starts anew"
 
 
 def test_a_new_daemon_gives_everybody_their_idle_time(post: Post) -> None:
@@ -980,3 +980,337 @@ def test_any_order_and_repetition_of_a_stream_gives_the_same_result(post: Post, 
     assert (job.status, job.last_seq, job.outcome) == (events[-1], length, events[-1])
     assert (job.last_event, job.detail) == (events[-1], f"{events[-1]} {length}")
     assert not {"conflict", "late"} & set(post.notes(far.job))
+
+
+# ---- its life --------------------------------------------------------------------------------------------------
+
+STATUS_KEYS = {"alive", "turning", "process", "build", "lines", "subscribed", "armed", "started_at", "drops",
+               "owed_events", "owed_states", "older_build"}
+
+
+def test_status_stop_and_run_say_what_is(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: the answer to "is anybody sending this?", for people and for scripts."""
+    none = mam("daemon", "status", "--json", check=1)
+    assert "no registry" in none.stdout + none.stderr
+    mam.env = mosquitto.env()
+    job = post.add(unique("life"))
+    post.say(job, "started")
+    assert mam("daemon", check=1).stdout.startswith("no daemon runs; 1 events are owed")
+    shown = mam("daemon", "status", "--json", check=1).json()
+    assert set(shown) == STATUS_KEYS and shown["alive"] is False and shown["owed_events"] == 1
+    assert "no daemon runs" in mam("daemon", "stop", check=0).stderr
+    run = post.run()
+    post.wait_sent()
+    shown = mam("daemon", "status", "--json", check=0).json()
+    assert set(shown) == STATUS_KEYS and shown["alive"] and shown["turning"] and not shown["older_build"]
+    assert shown["process"]["pid"] == run.pid and shown["owed_events"] == shown["owed_states"] == 0
+    text = mam("daemon", check=0).stdout
+    assert text.startswith(f"daemon {run.pid}, up ") and f"broker 127.0.0.1:{mosquitto.port}: up" in text
+    refused = mam("daemon", "run", "--json", check=4)
+    assert json.loads(refused.stdout)["error"]["code"] == "daemon_runs"
+    mam("daemon", "explode", check=64)
+    mam("daemon", "stop", check=0)
+    assert run.wait().code == 0
+    assert mam("daemon", check=1).stdout == "no daemon runs\n"
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_of_any_number_started_at_once_one_runs(post: Post, mam: Mam, count: int) -> None:
+    """Lost: single beats and single sends, when many agents start in the same moment."""
+    post.add("j")
+    post.say("j", "started")
+    results = post.inside.crowd(mam, [["x"]] * count, """
+        settings = mam.load_settings(None)
+        with mam.Registry(settings.registry_dir) as registry:
+            return 10 + mam.start_daemon(registry, settings)
+    """)
+    assert sorted(result.code for result in results) == [10] * (count - 1) + [11]
+    pid = post.wait_daemon()
+    assert post.daemons() == [pid]
+
+
+@pytest.mark.parametrize("command", ["publish", "pick", "watch", "delegate", "mam"])
+def test_it_comes_with_whatever_gives_it_work(post: Post, mam: Mam, command: str) -> None:
+    """Lost: every clock and every beat, because nobody thought of starting a service."""
+    post.add("j")
+    if command in ("watch", "mam"):
+        post.say("j", "started")
+    orders: Dict[str, List[object]] = {
+        "publish": ["publish", "j", "--event", "started"], "pick": ["pick", "--agent-session", "queue:q"],
+        "watch": ["watch", "j"], "mam": [],
+        "delegate": ["delegate", "--agent-session", "exec:e", "--exec", "sleep 60", "--prompt", "x", "--detach"]}
+    mam.popen(*orders[command])
+    pid = post.wait_daemon()
+    assert post.daemons() == [pid]
+
+
+def test_it_leaves_when_all_is_done_and_leaves_nothing_behind(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: a clean host; processes, rows and locks that gather for ever."""
+    mam.env = mosquitto.env()
+    mam("delegate", "--agent-session", "exec:e", "--exec", "true", "--prompt", "x", "--job-id", unique("clean"), check=0)
+    post.wait_gone()
+    assert not mam.processes()
+    assert post.owed() == 0 and post.info() == {} and post.rows("SELECT * FROM senders") == []
+    assert "Traceback" not in post.log()
+
+
+def test_a_killed_daemon_is_back_at_the_next_command_and_at_once_for_who_waits(post: Post, mam: Mam) -> None:
+    """Lost: everything a daemon does, for as long as nobody notices that it was killed."""
+    post.add("j")
+    mam("publish", "j", "--event", "started", check=0)
+    first = post.wait_daemon()
+    post.kill_daemon()
+    mam(check=0)
+    second = post.wait_daemon(but=first)
+    waiting = mam.popen("wait", "j")
+    poll(lambda: waiting.code is None, 1, "it waits")
+    post.kill_daemon()
+    post.wait_daemon(but=second, timeout=10)
+    mam("publish", "j", "--event", "completed", check=0)
+    assert waiting.wait().code == 0
+
+
+def test_sigterm_ends_it_in_good_order(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: a shutdown that waits for mam, or a log that does not say why it left."""
+    mam.env = mosquitto.env()
+    job = post.add(unique("term"))
+    post.say(job, "started")
+    run = post.run()
+    post.wait_sent(job)
+    assert run.stop().code == 0 and "SIGTERM" in run.stderr
+    assert post.rows("SELECT * FROM senders") == []
+    assert mam("daemon", check=1).stdout == "no daemon runs\n"
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced"])
+def test_it_leaves_with_its_registry(post: Post, mam: Mam, mosquitto: Broker, fate: str) -> None:
+    """Lost: memory and a connection, to a daemon of a folder that is no more; or the new registry's own daemon."""
+    mam.env = mosquitto.env()
+    job = post.add(unique("gone"))
+    mam("publish", job, "--event", "started", check=0)
+    old = post.wait_line()
+    if fate == "deleted":
+        shutil.rmtree(mam.registry_dir)
+    else:
+        mam.registry_dir.rename(mam.folder / "moved")
+        post.add(job)
+        mam("publish", job, "--event", "started", check=0)
+    begun = time.monotonic()
+    poll(lambda: old not in post.daemons(), 10, "the old one leaves")
+    assert time.monotonic() - begun < 4, "about a second, and a loaded machine's delay"
+    if fate == "deleted":
+        assert not mam.registry_dir.exists()
+    else:
+        assert post.daemons() == [post.wait_daemon(but=old)]
+        assert "Traceback" not in (mam.folder / "moved" / "daemon.log").read_text()
+
+
+@pytest.mark.parametrize("arrives", ["nothing", "a beat", "a beat and another daemon"])
+def test_what_arrives_while_it_leaves_is_not_left_alone(post: Post, monkeypatch: pytest.MonkeyPatch,
+                                                        arrives: str) -> None:
+    """Lost: a beat that was armed in the moment between the last look and the unlocking, and that nobody beats."""
+    module = post.module
+    post.add("j")
+    config = module.load_settings(str(post.mam.registry_dir))
+    with post.registry() as registry, module.FileLock(module.lock_path(registry)) as lock, \
+            module.FileLock(module.lock_path(registry)) as other:
+        assert lock.acquire() and not other.acquire()
+        daemon = module.Daemon(registry, config, lock)
+        assert not registry.has_work(False)
+        real = registry.has_work
+
+        def look(wired: bool) -> bool:          # called once it has unlocked
+            if arrives != "nothing":
+                post.say("j", "started", fields={"heartbeat_sec": 30.0})
+            if arrives == "a beat and another daemon":
+                assert other.acquire()
+            return bool(real(wired))
+        monkeypatch.setattr(registry, "has_work", look)
+        left = daemon._leave()
+        assert left is (arrives != "a beat")
+        assert other.acquire() is (arrives != "a beat")
+        os.close(daemon._wake_fd)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_starter_that_dies_at_once_leaves_one_daemon_or_a_free_lock(post: Post, mam: Mam, moment: str) -> None:
+    """Lost: the daemon, because whoever started it was killed with the lock in hand."""
+    post.add("j")
+    post.say("j", "started")
+    hook = ("def spawn(*args, real=mam.spawn_self, **options):\n"
+            f"    {'' if moment == 'before' else 'real(*args, **options); '}os.kill(os.getpid(), 9)\n"
+            "mam.spawn_self = spawn\n")
+    assert post.inside.patched(mam, hook)(check=None).code == -signal.SIGKILL
+    if moment == "before":
+        mam(check=0)
+    pid = post.wait_daemon()
+    assert post.daemons() == [pid]
+    assert mam("daemon", "run", check=4).code == 4
+
+
+def test_the_log_has_a_cap(post: Post, mam: Mam) -> None:
+    """Lost: the disk, to the log of a daemon that complains for months."""
+    post.add("j")
+    log = mam.registry_dir / "daemon.log"
+    log.write_bytes(b"old line\n" * 150000)
+    mam("publish", "j", "--event", "started", check=0)
+    post.wait_daemon()
+    assert log.stat().st_size < 10000 and (mam.registry_dir / "daemon.log.1").stat().st_size > 1000000
+    post.inside.run(mam, """
+mam._log_path = sys.argv[1]
+mam.LOG_CAP_BYTES = 20000
+os.dup2(os.open(mam._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+for number in range(3000):
+    mam.log("complaint %d" % number)
+""", mam.folder / "some.log")
+    assert (mam.folder / "some.log").stat().st_size < 21000
+    assert b"complaint 2999" in (mam.folder / "some.log").read_bytes()
+
+
+def test_a_daemon_of_an_older_build_is_shown(post: Post, mam: Mam) -> None:
+    """Lost: the reason why a fixed defect still shows: the old daemon lives on."""
+    post.add("j")
+    post.say("j", "started")
+    post.run("mam.build_id = lambda: '4.0.0-0123456789ab'\n")
+    assert "OLDER" in mam("daemon", check=0).stdout
+    assert mam("daemon", "--json", check=0).json()["older_build"] is True
+
+
+def test_a_daemon_born_without_a_broker_makes_room_for_one_that_has_it(post: Post, mam: Mam, broker: Broker) -> None:
+    """Lost: all beats and events on the wire, because the first command came from a shell without MQTT_BROKER."""
+    job = post.add(unique("born"))
+    mam("publish", job, "--event", "started", check=0)
+    first = post.wait_daemon()
+    mam.env = broker.env()
+    mam("publish", job, "--event", "progress", check=0)
+    second = post.wait_daemon(but=first)
+    post.wait_line()
+    assert post.daemons() == [second]
+    assert state_of(broker, job)["seq"] == 2
+
+
+def test_refused_credentials_are_tried_a_few_times_said_and_replaced(post: Post, mam: Mam, own_broker: Any,
+                                                                     proxy: Any) -> None:
+    """Lost: an account, locked by a daemon that hammers the broker; or days, because nobody said what is wrong."""
+    broker = own_broker("mosquitto", user="host", password="right-one")
+    way = proxy(broker)
+    mam.env = dict(way.env(broker), MQTT_PASSWORD="wrong-one")
+    job = post.add(unique("creds"))
+    post.say(job, "started")
+    run = post.run(HASTE)
+    poll(lambda: post.line().get("final"), UP_S, lambda: f"given up: {post.describe()}")
+    tries = way.connections
+    assert tries == 4
+    with post.registry() as registry:
+        for _ in range(3):
+            assert post.module.wake_daemon(registry)
+            post.say(job)
+            post.wait_look(1)
+    assert way.connections == tries, "no wake makes it try again"
+    assert "refused the credentials" in mam("daemon", check=0).stdout
+    done = mam("publish", job, "--event", "progress", check=2)
+    assert "refused the credentials" in done.stderr and "wrong-one" not in done.stderr + run.stderr
+    mam.env = way.env(broker)
+    mam("publish", job, "--event", "completed", check=0)
+    assert run.wait().code == 0, "it has made room"
+    assert_ends_right(post, broker, job)
+
+
+@pytest.mark.parametrize("silence", ["at the connect", "in mid-life", "while the dead are fenced off"])
+def test_a_broker_that_does_not_answer_holds_up_no_beat_and_no_deadline(post: Post, mam: Mam, mosquitto: Broker,
+                                                                        proxy: Any, silence: str) -> None:
+    """Lost: the jobs of this host, closed or left open because a broker elsewhere is stuck."""
+    way = proxy(mosquitto)
+    mam.env = way.env(mosquitto)
+    beating, due, later = unique("beats"), unique("due"), unique("later")
+    post.add(beating)
+    code = ""
+    if silence == "at the connect":
+        way.blackhole()
+    if silence == "while the dead are fenced off":
+        hole = proxy(mosquitto)
+        hole.blackhole()
+        # Two connections of a sender that was killed; the broker answers the first takeover and no other.
+        gone = {**post.module.identity_of(os.getpid()), "start": "1"}
+        with post.registry() as registry:
+            for name in ("hermes-dead1", "hermes-dead2"):
+                registry.add_sender(name, f"127.0.0.1:{way.port}", gone)
+        code = f"""
+class Once(mam.Connection):
+    made = 0
+    def __init__(self, broker, *rest):
+        Once.made += 1
+        super().__init__(broker if Once.made == 1 else broker._replace(port={hole.port}), *rest)
+mam.Connection = Once
+"""
+    post.say(beating, "started", fields={"heartbeat_sec": 0.3})
+    post.run(code)
+    if silence == "in mid-life":
+        post.wait_line()
+        way.stall()
+        post.say(beating)
+    if silence == "while the dead are fenced off":
+        poll(lambda: hole.connections, UP_S, "it meets the silence")
+    for job in (due, later):
+        post.add(job, timeout_sec=1.0)
+        post.say(job, "started")
+        begun = time.time()
+        assert post.wait_status(job, "error").reason == "deadline_timeout"
+        assert ended_after(post, job, begun) < 6
+        begun = time.monotonic()
+        wait_beats(post, beating, 2)
+        assert time.monotonic() - begun < 5
+
+
+# ---- taking over -----------------------------------------------------------------------------------------------
+
+def delegate(mam: Mam, command: str, *flags: object, job: str = "j", **env: Optional[str]) -> str:
+    mam("delegate", "--agent-session", "exec:e", "--exec", command, "--prompt", "x", "--job-id", job, "--detach", *flags,
+        check=0, env=dict(env))
+    return job
+
+
+def test_a_command_whose_keeper_was_killed_is_ended_and_said_to_be_lost(post: Post, mam: Mam) -> None:
+    """Lost: a command that nobody owns, running on for ever in a job that never ends."""
+    job = delegate(mam, "echo $$ > pid; sleep 300 & wait")
+    poll(lambda: (mam.workspace / "pid").exists() and post.job(job).started_at, UP_S, "the command runs")
+    run = json.loads(post.job(job).run)
+    os.kill(run["supervisor"]["pid"], signal.SIGKILL)
+    assert post.wait_status(job, "error").reason == "supervisor_lost"
+    poll(lambda: not post.module.group_members(run["group"]), UP_S, "its group is gone")
+    post.wait_gone()
+    assert not mam.processes()
+
+
+def test_a_check_whose_keeper_was_killed_is_done_again_and_settled_once(post: Post, mam: Mam) -> None:
+    """Lost: finished work that nobody ever looks at."""
+    job = delegate(mam, "true", "--validate", "echo once >> ran; test $(wc -l < ran) -gt 1 || sleep 300")
+    poll(lambda: (mam.workspace / "ran").exists(), UP_S, "the check runs")
+    keeper = json.loads(poll(lambda: post.job(job).supervisor, UP_S, "kept by _supervise"))
+    assert keeper["role"] == "_supervise"
+    os.kill(keeper["who"]["pid"], signal.SIGKILL)
+    post.wait_status(job, "completed")
+    ends = post.rows("SELECT source FROM events WHERE job_id = ? AND seq IS NOT NULL AND event = 'completed'", job)
+    assert [row[0] for row in ends].count("_supervise") == 1
+
+
+@pytest.mark.parametrize("moment", ["before delivery", "during delivery", "after delivery"])
+def test_a_delegator_may_be_killed_at_any_moment(post: Post, mam: Mam, moment: str) -> None:
+    """Lost: a job that was never begun, was begun twice, or waits for ever for a worker it does not have."""
+    hook = {
+        "before delivery": "mam.hand_over = lambda *args: os.kill(os.getpid(), 9)\n",
+        "during delivery": "def spawn(argv, *args, real=mam.spawn_self, **options):\n"
+                           "    return os.kill(os.getpid(), 9) if argv[0] == '_run' else real(argv, *args, **options)\n"
+                           "mam.spawn_self = spawn\n",
+        "after delivery": "mam._follow_delegated = lambda *args: os.kill(os.getpid(), 9)\n"}[moment]
+    done = post.inside.patched(mam, hook)(
+        "delegate", "--agent-session", "exec:e", "--exec", "echo ran >> ran", "--prompt", "x", "--job-id", "j",
+        "--ack-timeout", 2)
+    assert done.code == -signal.SIGKILL
+    mam(check=0)                                     # if it was killed before the daemon had come
+    if moment == "during delivery":
+        assert post.wait_status("j", "error").reason == "agent_blocked"
+        assert not (mam.workspace / "ran").exists()
+    else:
+        post.wait_status("j", "completed")
+        assert (mam.workspace / "ran").read_text() == "ran\n"

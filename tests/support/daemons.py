@@ -145,10 +145,10 @@ class Post:
                  lambda: f"the daemon runs: {run}")
         return run
 
-    def wait_look(self, timeout: float = UP_S) -> None:
-        """Wait until the living daemon's loop has turned twice more."""
+    def wait_look(self, times: int = 2, timeout: float = UP_S) -> None:
+        """Wait until the living daemon's loop has touched its lock this often."""
         lock = self.mam.registry_dir / "daemon.lock"
-        for _ in range(2):
+        for _ in range(times):
             before = lock.stat().st_mtime_ns
             poll(lambda: lock.stat().st_mtime_ns != before, timeout, "the daemon's loop turns")
 
