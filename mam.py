@@ -118,11 +118,11 @@ DAEMON_WAIT_S = 6.0                  # a publisher leaves an event to a connecte
 IDLE_LEAVE_S = 3.0                   # with nothing to do for this long, the daemon leaves
 TAKEOVER_S = 2.0                     # it looks this often for dead supervisors
 DAEMON_WINDOW = 100                  # unacknowledged messages of the daemon on one connection
-JOB_BUDGET = 20                      # messages of one job in a row, so that a flood starves nobody
-REFUSED_TRIES = 4                    # refused credentials are tried again, in case the broker was starting
+JOB_BUDGET_COUNT = 20                      # messages of one job in a row, so that a flood starves nobody
+REFUSED_TRY_COUNT = 4                    # refused credentials are tried again, in case the broker was starting
 REFUSED_PAUSE_S = 300.0              # and after that, seldom
-POISON_LOSSES = 3                    # a message alone on its way at so many losses is what kills the connection
-INBOX_BATCH = 200                    # messages taken in by one commit
+POISON_LOSS_COUNT = 3                    # a message alone on its way at so many losses is what kills the connection
+INBOX_BATCH_COUNT = 200                    # messages taken in by one commit
 RESEND_AT_S = (0.0, 5.0, 30.0)       # when a hole in a remote job's numbers is asked for
 HOLE_GIVEN_UP_S = 60.0               # and when it is written down as a gap
 REPUBLISH_S = 86400.0                # a broker without memory gets the states of jobs that ended since
@@ -833,6 +833,7 @@ ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
 
 Event = namedtuple("Event", "n job_id attempt_id seq event source timestamp logged_at detail payload "
                             "delivered_at")
+DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscribed armed started_at drops")
 Beat = namedtuple("Beat", "job_id attempt_id period_s watch touched_at touched_mono")
 
 # The requests of DESIGN 6. `by` says whose word it is: a worker's must come from
@@ -2301,6 +2302,12 @@ def is_alive(identity: Optional[Dict[str, Any]]) -> Optional[bool]:
     return identity_of(identity["pid"]) == identity
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still (SIGSTOP, Ctrl-Z, a debugger): it lives, and gives no sign of life."""
+    state = (_stat_fields(pid) or [""])[0] if _has_proc() else _ps(pid, "stat")
+    return state[:1] in ("T", "t")
+
+
 def parent_of(pid: int) -> int:
     if _has_proc():
         fields = _stat_fields(pid)
@@ -2879,7 +2886,6 @@ def warn_public_broker(settings: Settings, broker: Optional[Broker]) -> None:
 # started anew by the next command or by whoever waits.
 # ==============================================================================
 
-DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscribed armed started_at drops")
 NO_DAEMON = DaemonInfo(False, False, None, "", {}, 0, 0, "", {})
 
 
@@ -2999,7 +3005,7 @@ def _deliver_event(registry: Registry, settings: Settings, job: Job, event_n: in
     sent = deliver(registry, settings, job.job_id, attempts, sweep=True)
     if sent.sent and info.alive:
         line = info.lines.get(job.wire)
-        if not line or line["final"] or line["failures"] >= REFUSED_TRIES:
+        if not line or line["final"] or line["failures"] >= REFUSED_TRY_COUNT:
             replace_daemon(registry, settings)     # we could connect and it cannot
         elif line["state"] != "up":
             wake_daemon(registry)                  # the broker is back: it need not wait for its next try
@@ -3222,7 +3228,7 @@ class Line:
         self.failures += 1
         if error.why != self.why:
             log("%s" % error.why)
-        self.why, self.final = error.why, error.final and self.failures >= REFUSED_TRIES
+        self.why, self.final = error.why, error.final and self.failures >= REFUSED_TRY_COUNT
         pause = REFUSED_PAUSE_S if self.final else backoff_s(self.failures)
         self._retry_at = now + pause
 
@@ -3234,8 +3240,8 @@ class Line:
             return
         sending = self._jobs[parcels[0].job_id]
         sending.losses += 1
-        if sending.losses >= POISON_LOSSES:
-            sending.blocked_until = now + min(30.0 * 2 ** (sending.losses - POISON_LOSSES), 3600.0)
+        if sending.losses >= POISON_LOSS_COUNT:
+            sending.blocked_until = now + min(30.0 * 2 ** (sending.losses - POISON_LOSS_COUNT), 3600.0)
             self._blocked.add(parcels[0].job_id)
             log("job %s is held back: the broker closes the connection at its event %d" % (
                 parcels[0].job_id, parcels[0].event.seq))
@@ -3309,7 +3315,7 @@ class Line:
             sending = self._jobs[job_id]
             sending.queued = False
             if job_id not in self._blocked:
-                self._send_some(job_id, sending, min(JOB_BUDGET, window - len(self._flight)))
+                self._send_some(job_id, sending, min(JOB_BUDGET_COUNT, window - len(self._flight)))
 
     def _send_some(self, job_id: str, sending: _Sending, budget: int) -> None:
         """Post up to `budget` messages of one job: its clearing, its events, or then its state."""
@@ -3503,8 +3509,8 @@ class Inbox:
                 self._states[payload["job_id"]] = (time.monotonic() + HOLE_WAIT_S, payload)
             else:
                 good.append(payload)
-        for start in range(0, len(good), INBOX_BATCH):
-            part = good[start:start + INBOX_BATCH]
+        for start in range(0, len(good), INBOX_BATCH_COUNT):
+            part = good[start:start + INBOX_BATCH_COUNT]
             for payload, word in zip(part, self._registry.take_in(part)):
                 self._count(word)
                 if word == "conflict":
@@ -3681,8 +3687,8 @@ class Clock:
                 self._registry.note(beat.job_id, "beat_stopped", "daemon",
                                     "the watched process %d has ended" % watch["pid"])
                 self.beats.pop(beat.job_id, None)
-            elif alive:    # None: in another pid namespace, where `_beat` stands beside it
-                living.append(beat)
+            elif alive and not (watch and is_stopped(watch["pid"])):
+                living.append(beat)      # (None: in another pid namespace, where `_beat` stands beside it)
         if living:
             self._registry.beat_for(living, self._on_wire)
             touched, moment = utc_now(), instant()
@@ -3734,7 +3740,7 @@ class Daemon:
             os.mkfifo(path, 0o600)
             _give_to_owner(path)
         except FileExistsError:
-            pass
+            pass       # of the daemon before
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
@@ -3852,7 +3858,7 @@ class Daemon:
             try:
                 os.read(self._wake_fd, 4096)
             except BlockingIOError:
-                pass
+                pass       # somebody else has read it: nobody should, and nothing is lost by it
             for line in self._lines.values():
                 line.hurry(time.monotonic())
 

@@ -31,7 +31,8 @@ NEW_KEYS = ["phase", "reason", "transition_seq", "claimed_at", "delivered_at", "
             "delivery", "exit_status"]
 OVERVIEW_KEYS = ["job_id", "status", "phase", "reason", "agent_session", "title", "attempt_id", "created_at",
                  "finished_at", "last_event", "last_event_at", "detail", "alive_s", "progress_s"]
-COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "help"]
+COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "daemon",
+            "help"]
 V4_COMMANDS = ["register", "submit", "subscribe", "status", "update", "close", "get-feedback", "scrub-secrets"]
 # Those whose answer can be JSON; the errors of the others can (see test_every_command_takes_json).
 JSON_COMMANDS = {"delegate", "submit", "publish", "watch", "wait", "list", "get", "logs", "pick", "redispatch",
@@ -555,6 +556,7 @@ def test_refused_credentials_are_said_once_and_shown_to_nobody(mam: Mam, own_bro
 
 def test_credentials_go_only_to_the_broker_they_are_for(mam: Mam, mosquitto: Any, proxy: Any) -> None:
     """A job with a broker of its own must not hand that one the password of the other."""
+    mam.without_daemon()
     own = proxy(mosquitto)
     mam.env.update(MQTT_BROKER="localhost", MQTT_PORT=str(free_port()), MQTT_USERNAME="agent", MQTT_PASSWORD=SECRET)
     mam("register", "--job-id", "J", "--prompt", "p", "--broker", f"127.0.0.1:{own.port}", check=0)

@@ -542,6 +542,7 @@ def test_no_password_is_in_a_record_a_log_an_argument_or_an_answer(mam: Mam, sou
                   ["logs", "j1", "--output"]):
         result = mam(*words)
         answers += [result.stdout, result.stderr]
+    mam("daemon", "stop", check=0)         # it would go on trying to reach the broker
     poll(lambda: not mam.processes(), 60, "the end of every process")
     assert "no luck with" in "".join(answers) and "***" in "".join(answers)
     for secret in secrets.values():

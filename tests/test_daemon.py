@@ -566,7 +566,8 @@ def test_alive_and_progressing_are_two_things(post: Post, mam: Mam, sleeper: Any
 
 def ended_after(post: Post, job_id: str, moment: float) -> float:
     """Seconds from `moment` (time.time()) to the record of a job's end."""
-    text = post.rows("SELECT logged_at FROM events WHERE job_id = ? AND event = 'error' ORDER BY n DESC", job_id)[0][0]
+    text = post.rows("SELECT logged_at FROM events WHERE job_id = ? AND event = 'status_changed' ORDER BY n DESC",
+                     job_id)[0][0]
     whole = post.module.parse_utc(text)
     return float(whole + int(text[20:23]) / 1000 - moment)
 
@@ -1176,11 +1177,16 @@ def test_a_daemon_of_an_older_build_is_shown(post: Post, mam: Mam) -> None:
     assert mam("daemon", "--json", check=0).json()["older_build"] is True
 
 
-def test_a_daemon_born_without_a_broker_makes_room_for_one_that_has_it(post: Post, mam: Mam, broker: Broker) -> None:
-    """Lost: all beats and events on the wire, because the first command came from a shell without MQTT_BROKER."""
+def test_a_daemon_born_without_credentials_makes_room_for_one_that_has_them(post: Post, mam: Mam, own_broker: Any) -> None:
+    """Lost: all news of this host, because the first command came from a shell without MQTT_PASSWORD."""
+    broker = own_broker("nats", user="host", password="right-one")
+    mam.env = broker.env()
     job = post.add(unique("born"))
-    mam("publish", job, "--event", "started", check=0)
+    mam.env = {}
+    done = mam("publish", job, "--event", "started", "--attempts", 1, check=2)
+    assert "recorded, not sent yet" in done.stderr
     first = post.wait_daemon()
+    poll(lambda: post.line().get("final"), UP_S, "it has given up")
     mam.env = broker.env()
     mam("publish", job, "--event", "progress", check=0)
     second = post.wait_daemon(but=first)

@@ -645,7 +645,7 @@ def test_a_removed_registry_is_said_in_one_way_whoever_notices(mam: Mam, registr
     job = new_job(registry)
     follower = core.Follower(registry, [job.job_id])
     own = core.Settings({}, None, str(mam.workspace), str(mam.registry_dir), str(mam.home))
-    tick = core._caretaker(own, follower)
+    tick = core._caretaker(own)
     shutil.rmtree(mam.registry_dir)
 
     def look() -> bool:
@@ -670,6 +670,7 @@ def test_followers_need_no_mqtt_library(mam: Mam, registry: Any, command: List[s
 
 def test_whoever_only_looks_closes_nothing(mam: Mam, registry: Any) -> None:
     """Lost: a job, because somebody watched it: watch, wait and subscribe leave it open past all its clocks."""
+    mam.without_daemon()        # only the daemon closes jobs
     job = new_job(registry, timeout_sec=0.2, idle_timeout_sec=0.2, ack_timeout_sec=0.2)
     say(registry, job, "started")
     watching, waiting = mam.popen("watch", job.job_id), mam.popen("wait", job.job_id)

@@ -32,6 +32,12 @@ KILL = "os.kill(os.getpid(), 9)"
 
 
 @pytest.fixture
+def mam(new_mam: Callable[..., Mam]) -> Mam:
+    """Publishers on their own, as where no daemon can be started: tests/test_daemon.py has the others."""
+    return new_mam("host").without_daemon()
+
+
+@pytest.fixture
 def inside(pyz: Path, session_folder: Path) -> Inside:
     return Inside(pyz, session_folder)
 

@@ -137,7 +137,7 @@ def test_size_and_contents(pyz: Path) -> None:
         assert archive.testzip() is None
         names = archive.namelist()
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
-        licences = {name: archive.read(name).decode() for name in names if not name.endswith((".py", ".pyc"))}
+        licences = {name: archive.read(name).decode() for name in names if not name.endswith((".py", ".bz2"))}
     assert "site-packages/mam.py" in names and "site-packages/paho/mqtt/client.py" in names
     assert "__main__.py" in names and not [name for name in names if "dist-info" in name or "/click/" in name]
     assert "MIT" in licences["LICENSE"]

@@ -366,6 +366,7 @@ def test_a_read_only_disk_can_be_read(mam: Mam, small_disk: Any) -> None:
     mam.env["MAM_REGISTRY_DIR"] = str(disk / ".mam")
     job = register(mam)
     publish(mam, job, "started", check=0)
+    mam("daemon", "stop", check=0)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     assert job in mam("list", check=0).stdout
     assert mam.job(job)["status"] == "running"
@@ -699,7 +700,7 @@ def test_readers_wake_at_every_commit_of_others_and_at_none_of_their_own(mam: Ma
             lambda: reader.jobs_by_id(["j1", "j2"]), lambda: reader.last_ends(8), reader.counts,
             lambda: reader.events("j1"), lambda: reader.events(), lambda: reader.beat("j1"),
             reader.beats, lambda: reader.owed_events("j1", 20), lambda: reader.owes("j1"),
-            lambda: reader.jobs_owing(10), reader.supervised_jobs, lambda: reader.prompt("j1"),
+            lambda: reader.jobs_owing(10), lambda: reader.has_work(True), lambda: reader.prompt("j1"),
             lambda: reader.attempt_token("j1", 1), lambda: reader.open_in_session("queue:q", "j1")]
         for read in reads:
             before = reader.data_version()
@@ -819,8 +820,7 @@ CASES = {
     "delivery": (after(), lambda registry: registry.move_delivery("j1", 1, "none", "sending")),
     "session claim": (after(), lambda registry: registry.claim_session(registry.job("j1"))),
     "end of a run": (after("started"), lambda registry: registry.end_run(registry.job("j1"), 3)),
-    "sent": (after("started"), lambda registry: registry.mark_sent([event.n for event in registry.events("j1")],
-                                                                    ("j1", 2), "j1")),
+    "sent": (after("started"), lambda registry: registry.mark_sent(registry.events("j1"), [("j1", 2)], ["j1"])),
 }
 
 def stopping(registry, at, how):

@@ -118,6 +118,7 @@ class Mam:
         for path in (self.workspace / ".git", self.home, self.bin):
             path.mkdir(parents=True)
         self.env: Dict[str, str] = {}
+        self._held: List[int] = []
         self.mark = new_mark()
         self.background: List[Background] = []
         self._base = clean_environment(self.home, self.mark)
@@ -224,11 +225,22 @@ class Mam:
         """Every living process that came from this host's commands: daemons, runners, and what they run."""
         return marked_pids(self.mark)
 
+    def without_daemon(self) -> "Mam":
+        """From now on no daemon can start in the workspace: the test holds its lock, as a daemon would."""
+        self.registry_dir.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(self.registry_dir / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._held.append(descriptor)
+        return self
+
     def close(self, traceback_ok: bool = False) -> None:
         """End every process; then complain of tracebacks in background runs and in the daemon's log."""
         for run in self.background:
             run.kill()
         kill_marked(self.mark)
+        for descriptor in self._held:
+            os.close(descriptor)
+        self._held.clear()
         for run in self.background:
             run.check()
         log = self.registry_dir / "daemon.log"

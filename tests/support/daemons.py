@@ -42,7 +42,8 @@ class Post:
 
     def add(self, *job_ids: str, **columns: Any) -> str:
         """Register jobs whose news is owed to a broker if the host has one; the first one's id."""
-        columns.setdefault("wire", "mqtt" if self.mam.env.get("MQTT_BROKER") else None)
+        env = self.mam.env
+        columns.setdefault("wire", f"{env['MQTT_BROKER']}:{env.get('MQTT_PORT', 1883)}" if "MQTT_BROKER" in env else None)
         self.inside.add_jobs(self.mam, *job_ids, **columns)
         return job_ids[0]
 
