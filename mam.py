@@ -118,7 +118,7 @@ DAEMON_WAIT_S = 6.0                  # a publisher leaves an event to a connecte
 IDLE_LEAVE_S = 3.0                   # with nothing to do for this long, the daemon leaves
 TAKEOVER_S = 2.0                     # it looks this often for dead supervisors
 DAEMON_WINDOW = 100                  # unacknowledged messages of the daemon on one connection
-JOB_BUDGET_COUNT = 20                      # messages of one job in a row, so that a flood starves nobody
+JOB_TURN_COUNT = 20                      # messages of one job in a row, so that a flood starves nobody
 REFUSED_TRY_COUNT = 4                    # refused credentials are tried again, in case the broker was starting
 REFUSED_PAUSE_S = 300.0              # and after that, seldom
 POISON_LOSS_COUNT = 3                    # a message alone on its way at so many losses is what kills the connection
@@ -692,6 +692,8 @@ def load_settings(registry_dir: Optional[str] = None) -> Settings:
     try:
         start = os.getcwd()
     except OSError:
+        if not (registry_dir or env.get("MAM_REGISTRY_DIR") or env.get("MAM_REAL_ROOT")):
+            raise MamError("the current folder is gone", code="no_folder", hint="cd to one that is there") from None
         start = "/"
     workspace, folders = find_workspace(env, start)
     named = env.get("MAM_ENV_FILE")
@@ -3315,7 +3317,7 @@ class Line:
             sending = self._jobs[job_id]
             sending.queued = False
             if job_id not in self._blocked:
-                self._send_some(job_id, sending, min(JOB_BUDGET_COUNT, window - len(self._flight)))
+                self._send_some(job_id, sending, min(JOB_TURN_COUNT, window - len(self._flight)))
 
     def _send_some(self, job_id: str, sending: _Sending, budget: int) -> None:
         """Post up to `budget` messages of one job: its clearing, its events, or then its state."""
@@ -5295,6 +5297,8 @@ def cmd_publish(args: Any) -> int:
         else:
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused",
                            hint="what you reported is kept in the job's log; leave your work in place and stop")
+        if answer.job.phase:
+            _settle_soon(registry, settings, job_id)
         if extra and daemon_is_elsewhere(registry):
             spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
         sent = deliver_event(registry, settings, answer.job, answer.event.n if answer.event else 0, args.attempts)
@@ -5302,6 +5306,14 @@ def cmd_publish(args: Any) -> int:
             return Exit.OK
         _say("recorded, not sent yet: %s" % sent.why)
         return Exit.TIMEOUT
+
+
+def _settle_soon(registry: Registry, settings: Settings, job_id: str) -> None:
+    """Have the job settled even where no daemon can be started. It is recorded, whatever comes of this."""
+    try:
+        ensure_supervisor(registry, settings, job_id)
+    except (MamError, OSError) as error:
+        _say("recorded; the job's supervisor cannot be started: %s" % error)
 
 
 def _attempt_of(args: Any, settings: Settings, job_id: str) -> Tuple[Optional[int], Optional[str]]:

@@ -47,7 +47,7 @@ SECRET = "s3cret-never-shown"
 @pytest.fixture(scope="module")
 def ground(pyz: Path, session_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mam]:
     """A host with jobs `known` (pending), `taken` (running) and `ended`, bad files and bad registries."""
-    host = Mam(pyz, tmp_path_factory.mktemp("cli") / "host", session_folder / "shiv")
+    host = Mam(pyz, tmp_path_factory.mktemp("cli") / "host", session_folder / "shiv").without_daemon()
     for job in ("known", "ended", "taken"):
         host("register", "--job-id", job, "--prompt", "p", "--agent-session", f"queue:{job}", check=0)
     host("status", "--job", "ended", "--set", "completed", check=0)

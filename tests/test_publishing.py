@@ -565,7 +565,7 @@ def test_no_message_passes_the_limit_and_too_large_is_refused_before_it_is_recor
         return
     with inside.registry(mam) as registry:
         event = next(event for event in registry.events(job) if event.seq)
-        _, raw, _ = inside.module._event_message(registry, registry.job(job), event)
+        _, raw, _ = inside.module.event_message(registry, registry.job(job), event)
     assert len(raw) <= 256 * 1024
     payload = check_signature(raw, key_of(mam, job))
     assert len(payload["detail"].encode("utf-8")) <= 4096
@@ -586,7 +586,7 @@ def stop(self, sql, params=()):
 mam.Registry._execute = stop
 """,
     "after the commit, before connecting": f"""
-def stop(self, broker):
+def stop(self, *args):
     {KILL}
 mam.Connection.__init__ = stop
 """,
@@ -616,10 +616,10 @@ mam.Registry.mark_sent = stop
 """,
     "state acknowledged, before that is noted": f"""
 mark = mam.Registry.mark_sent
-def stop(self, events=(), state=None, cleared=None):
-    if state:
+def stop(self, events=(), states=(), cleared=()):
+    if states:
         {KILL}
-    mark(self, events, state, cleared)
+    mark(self, events, states, cleared)
 mam.Registry.mark_sent = stop
 """,
 }
