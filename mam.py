@@ -2031,13 +2031,19 @@ class Registry:
         rows = self._execute("SELECT job_id, max(n) FROM events WHERE n > ? GROUP BY job_id", (after,))
         return max([row[1] for row in rows], default=after), [row[0] for row in rows]
 
-    def has_work(self, wired: bool) -> bool:
-        """Whether a daemon is needed: an open job that somebody has in hand, a beat, or (with a broker) a debt."""
+    def has_work(self, wired: bool, me: str = "") -> bool:
+        """Whether a daemon is needed: an open job that somebody has in hand, a beat, or (`wired`: where a
+        broker may take it) a debt, or a connection other than those of process `me` that was not closed."""
         if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
                          "AND (delivery <> 'none' OR claimed_at IS NOT NULL OR started_at IS NOT NULL "
                          "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
             return True
-        return wired and bool(self.jobs_owing(1))
+        return wired and bool(self.jobs_owing(1) or self._execute(
+            "SELECT 1 FROM senders WHERE process <> ? LIMIT 1", (me,)))
+
+    def sender_addresses(self) -> List[str]:
+        """The brokers to which connections were opened and not closed in order."""
+        return [row[0] for row in self._execute("SELECT DISTINCT broker FROM senders")]
 
     def beat_for(self, due: Sequence[Beat], on_wire: Callable[[str], bool]) -> None:
         """Give signs of life for living workers, in one transaction that refuses ended attempts.
@@ -2723,10 +2729,15 @@ def broker_address(broker: Broker) -> str:
 
 
 def dead_senders(registry: Registry, broker: Broker) -> List[str]:
-    """Client ids of connections to a broker whose process has died without closing them."""
+    """Client ids of connections to a broker whose process has died, or stands still, with something on its way."""
     import json
-    return [name for name, process in registry.senders(broker_address(broker))
-            if is_alive(json.loads(process)) is False]
+    found = []
+    for name, text in registry.senders(broker_address(broker)):
+        process = json.loads(text)
+        alive = is_alive(process)
+        if alive is False or alive and is_stopped(process["pid"]):
+            found.append(name)
+    return found
 
 
 def open_sender(registry: Registry, broker: Broker, client_id: str = "", window: int = SEND_WINDOW) -> Connection:
@@ -3076,19 +3087,24 @@ def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> No
 class Dialer:
     """A connect in a thread of its own: a broker that does not answer holds up no beat and no deadline.
 
-    The thread touches nothing but this object; its end is seen by `done`.
+    Before it, the sessions of dead senders are taken over and closed, so that nothing of theirs
+    arrives behind ours. The thread touches nothing but this object; its end is seen by `done`.
     """
 
-    def __init__(self, broker: Broker, client_id: str, wake: Callable[[], None]):
+    def __init__(self, broker: Broker, client_id: str, dead: Sequence[str], wake: Callable[[], None]):
         import threading
         self.connection: Optional[Connection] = None
         self.error: Optional[BrokerError] = None
-        self._broker, self._client_id, self._wake = broker, client_id, wake
+        self.fenced: List[str] = []
+        self._broker, self._client_id, self._dead, self._wake = broker, client_id, dead, wake
         self._thread = threading.Thread(target=self._dial, daemon=True)
         self._thread.start()
 
     def _dial(self) -> None:
         try:
+            for name in self._dead:
+                Connection(self._broker, name).close()
+                self.fenced.append(name)
             self.connection = Connection(self._broker, self._client_id, DAEMON_WINDOW)
         except BrokerError as error:
             self.error = error
@@ -3139,7 +3155,8 @@ class Line:
         self._retry_at = 0.0
         self._queue: Any = deque()                  # job ids with something to send, in turn
         self._jobs: Dict[str, _Sending] = {}
-        self._flight: Dict[int, _Parcel] = {}
+        self._flight: Dict[int, _Parcel] = {}       # by message id
+        self._acks: set = set()                     # ids acknowledged, not yet noted
         self._last_ack = 0.0
         self._one_by_one = 0                        # after a loss: this many acknowledgements one at a time
         self._memory: Optional[MemoryCheck] = None
@@ -3151,7 +3168,8 @@ class Line:
 
     def describe(self) -> Dict[str, Any]:
         return {"address": broker_address(self.broker), "state": self.state, "why": self.why, "final": self.final,
-                "failures": self.failures, "connects": self.connects, "flying": len(self._flight)}
+                "failures": self.failures, "connects": self.connects, "flying": len(self._flight),
+                "refused": len(self.inbox.refused)}
 
     def is_quiet(self, job_id: str) -> bool:
         """Whether a beat of this job can be sent: connected, and nothing of the job before it."""
@@ -3184,34 +3202,29 @@ class Line:
             self._lost(error, now)
 
     def _dial(self) -> None:
-        dead = dead_senders(self._registry, self.broker)
-        self._client_id = self._client_id or (dead[0] if dead else new_client_id(self.broker))
+        dead = [name for name in dead_senders(self._registry, self.broker) if name != self._client_id]
+        self._client_id = self._client_id or (dead.pop() if dead else new_client_id(self.broker))
         self._registry.add_sender(self._client_id, broker_address(self.broker), identity_of(os.getpid()))
-        self._dialer = Dialer(self.broker, self._client_id, self._wake)
+        self._dialer = Dialer(self.broker, self._client_id, dead, self._wake)
 
     def _answered(self, now: float) -> None:
         dialer = self._dialer
         if not dialer or not dialer.done:
             return
         self._dialer = None
+        for name in dialer.fenced:
+            self._registry.drop_sender(name)
         if dialer.connection is None:
             raise dialer.error or BrokerError("no connection")
         self.connection, self.why, self.final = dialer.connection, "", False
         self.connects += 1
         self.failures = 0
         self._last_ack = now
-        self._fence_the_dead()
         self._memory = MemoryCheck.begin(self._registry, self._settings, self.connection)
         self.inbox.connected()
         log("connected to %s%s" % (broker_address(self.broker), " again (reconnected)" if self.connects > 1 else ""))
         for job_id in self._registry.jobs_owing(100000):
             self.enqueue(job_id)
-
-    def _fence_the_dead(self) -> None:
-        """Take over the sessions of senders that died, so that nothing of theirs arrives behind ours."""
-        for name in dead_senders(self._registry, self.broker):
-            Connection(self.broker, name).close()
-            self._registry.drop_sender(name)
 
     def _lost(self, error: BrokerError, now: float) -> None:
         """The connection is gone, or could not be made: forget it, and plan the next try."""
@@ -3224,6 +3237,7 @@ class Line:
             if parcel.kind == "state":
                 self._registry.unsend(parcel.job_id)
         self._flight.clear()
+        self._acks.clear()
         self._queue.clear()
         for sending in self._jobs.values():
             sending.cursor, sending.flying, sending.state_flies, sending.queued = 0, 0, False, False
@@ -3263,12 +3277,12 @@ class Line:
         connection = self.connection
         assert connection is not None
         connection.pump(0)
-        self._settle(connection.take_acks(), now)
-        if connection.received:
-            received, connection.received = connection.received, []
-            if self._memory:
-                self._memory.look(received)
-            self.inbox.take(received)
+        self._acks |= connection.take_acks()
+        self._settle(now)
+        received, connection.received = connection.received, []
+        if self._memory:
+            self._memory.look(received)
+        self.inbox.take(received)
         if self._memory and self._memory.over(now):
             if self._memory.forgotten:
                 log("%s has lost its memory: what it should retain is sent again" % broker_address(self.broker))
@@ -3282,9 +3296,12 @@ class Line:
             raise BrokerError("%s has acknowledged nothing for %ds" % (
                 broker_address(self.broker), 2 * PUBACK_TIMEOUT_S))
 
-    def _settle(self, acks: set, now: float) -> None:
-        """Note acknowledgements, all of a turn in one commit, and let their jobs go on."""
-        parcels = [self._flight.pop(mid) for mid in acks if mid in self._flight]
+    def _settle(self, now: float) -> None:
+        """Note acknowledgements, all of a turn in one commit, and let their jobs go on.
+
+        They are forgotten only when the commit stands: on a full disk they keep for the next turn.
+        """
+        parcels = [self._flight[mid] for mid in self._acks if mid in self._flight]
         if not parcels:
             return
         self._last_ack = now
@@ -3293,6 +3310,9 @@ class Line:
             events=[parcel.event for parcel in parcels if parcel.kind == "event"],
             states=[(parcel.job_id, parcel.revision) for parcel in parcels if parcel.kind == "state"],
             cleared=[parcel.job_id for parcel in parcels if parcel.kind == "clear"])
+        for mid in self._acks:
+            self._flight.pop(mid, None)
+        self._acks.clear()
         for parcel in parcels:
             sending = self._jobs.get(parcel.job_id)
             if sending is None:
@@ -3426,6 +3446,8 @@ class Inbox:
         self.drops: Dict[str, int] = {}
         self.subscribed: set = set()                          # job ids whose topics are granted
         self.refused: set = set()
+        self.changed: set = set()                             # jobs whose clocks are to be looked at anew
+        self._waiting: List[Dict[str, Any]] = []              # verified events, not yet stored
         self._asked: Dict[int, List[str]] = {}                # SUBSCRIBE's mid: the jobs in it
         self._topics: Dict[str, Tuple[str, str, str]] = {}    # topic: (job id, prefix, kind)
         self._keys: Dict[str, Dict[int, Tuple[str, str]]] = {}
@@ -3442,6 +3464,7 @@ class Inbox:
     def disconnected(self) -> None:
         if self.subscribed:
             self._registry.mark_subscribed(sorted(self.subscribed), None)
+            self.changed.update(self.subscribed)
         self.connected()
 
     def watch(self, jobs: Sequence[Job]) -> None:
@@ -3481,13 +3504,15 @@ class Inbox:
             if granted:
                 self.subscribed.update(jobs)
                 self._registry.mark_subscribed(jobs, instant())
+                self.changed.update(jobs)
             else:
                 self.refused.update(jobs)
                 log("%s refused a subscription for %d jobs" % (broker_address(self._line.broker), len(jobs)))
         for job_id, (due, payload) in list(self._states.items()):
             if now >= due:
-                del self._states[job_id]
                 self._count(self._registry.take_in_state(payload))
+                del self._states[job_id]
+                self.changed.add(job_id)
         for job_id in list(self._holes):
             self._ask_again(job_id, now)
 
@@ -3496,8 +3521,10 @@ class Inbox:
             self.drops[word] = self.drops.get(word, 0) + 1
 
     def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> None:
-        """Check messages and store the good ones; every other is counted under its reason. Never raises."""
-        good = []
+        """Check messages and store the good ones; every other is counted under its reason.
+
+        What is good is kept until it is stored: the broker has its acknowledgement already.
+        """
         for topic, raw, _retained in received:
             if not raw:
                 continue                      # a cleared retained message
@@ -3510,13 +3537,16 @@ class Inbox:
             if payload["event"] == "state":
                 self._states[payload["job_id"]] = (time.monotonic() + HOLE_WAIT_S, payload)
             else:
-                good.append(payload)
-        for start in range(0, len(good), INBOX_BATCH_COUNT):
-            part = good[start:start + INBOX_BATCH_COUNT]
-            for payload, word in zip(part, self._registry.take_in(part)):
+                self._waiting.append(payload)
+        while self._waiting:
+            part = self._waiting[:INBOX_BATCH_COUNT]
+            words = self._registry.take_in(part)
+            del self._waiting[:INBOX_BATCH_COUNT]
+            for payload, word in zip(part, words):
                 self._count(word)
                 if word == "conflict":
                     log("ALARM: two different events with number %d of job %s" % (payload["seq"], payload["job_id"]))
+            self.changed.update(payload["job_id"] for payload in part)
             for job_id in {payload["job_id"] for payload in part}:
                 self._look_for_hole(job_id)
 
@@ -3765,6 +3795,17 @@ class Daemon:
             self._lines[broker] = Line(self._registry, self._settings, broker, lambda: _write_wake(self._wake_fd))
         return self._lines[broker]
 
+    def _line_to(self, address: str) -> None:
+        """A line to a broker where a sender died, so that its session is taken over."""
+        host, _, port = address.rpartition(":")
+        try:
+            broker = broker_settings(self._settings, {"host": host, "port": int(port)})
+        except MamError as error:
+            log(error.message)
+            return
+        if broker:
+            self._line(broker)
+
     def _on_wire(self, job_id: str) -> bool:
         job = self._clock.jobs.get(job_id)
         return job is not None and any(line.is_quiet(job_id) and line.carries(job) for line in self._lines.values())
@@ -3790,7 +3831,13 @@ class Daemon:
                 if self._asked_to_leave():
                     return self._leave(True)
             for line in self._lines.values():
+                connects = line.connects
                 line.turn(now)
+                if line.connects != connects:
+                    self._dirty = True       # subscriptions are made by a look
+                if line.inbox.changed:
+                    changed, line.inbox.changed = sorted(line.inbox.changed), set()
+                    self._clock.refresh(self._registry.jobs_by_id(changed), self._registry.beats(), now)
             if self._clock.turn(now):
                 self._dirty = True
             if now >= self._takeover_at:
@@ -3815,6 +3862,9 @@ class Daemon:
             changed: List[str] = []
             jobs = self._registry.open_jobs()
             jobs += self._registry.jobs_by_id(self._registry.jobs_owing(1000))
+            self._registry.mark_subscribed(None, None)        # by the daemon before
+            for address in self._registry.sender_addresses():
+                self._line_to(address)
         else:
             self._cursor, changed = self._registry.changed_jobs(self._cursor)
             jobs = self._registry.jobs_by_id(changed)
@@ -3882,7 +3932,7 @@ class Daemon:
             self._registry.set_meta("daemon", text)
 
     def _time_to_leave(self, now: float) -> bool:
-        if self._registry.has_work(self._can_send()):
+        if self._registry.has_work(self._can_send(), compact_json(self._me)):
             self._worked = now
         return now - self._worked > IDLE_LEAVE_S
 
@@ -3902,7 +3952,7 @@ class Daemon:
         self._registry.set_meta("daemon", None)
         self._described = ""
         fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
-        if whatever or not self._registry.has_work(self._can_send()):
+        if whatever or not self._registry.has_work(self._can_send(), compact_json(self._me)):
             return True
         return not self._lock.acquire(0)     # somebody else has started one meanwhile, or we go on
 
@@ -4937,7 +4987,8 @@ def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[s
         info.process["pid"], format_duration(elapsed_s(None, info.started_at) or 0), info.build,
         " (OLDER than this mam: mam daemon stop)" if older else "", "" if info.turning else ", STUCK")]
     for address, line in sorted(info.lines.items()):
-        lines.append("broker %s: %s%s" % (address, line["state"], ", " + line["why"] if line["why"] else ""))
+        refused = ", %d remote jobs refused (not heard)" % line["refused"] if line["refused"] else ""
+        lines.append("broker %s: %s%s%s" % (address, line["state"], ", " + line["why"] if line["why"] else "", refused))
     lines.append("%d events and %d states owed, %d beats armed, %d remote jobs subscribed" % (
         owed[0], owed[1], info.armed, info.subscribed))
     if info.drops:

@@ -4,10 +4,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -19,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support import pause, poll, resume
+from support import poll, resume
 from support.brokers import Broker
 from support.cli import Mam
 from support.daemons import UP_S, Detour, Post, published, topics, unique
@@ -142,7 +140,7 @@ def test_a_daemon_killed_in_mid_send_loses_nothing(post: Post, mam: Mam, broker:
     run = post.run()
     post.wait_sent(job)
     if moment == "before the send":
-        pause(run.pid)
+        post.pause(run.pid)
     else:
         way.stall("down")
     post.say(job, "progress", "half way")
@@ -166,7 +164,7 @@ def test_a_daemon_that_stands_still_does_not_stop_publishers(post: Post, mam: Ma
     post.say(job, "started")
     run = post.run("mam.FRESH_S = 1.0\n")
     post.wait_sent(job)
-    pause(run.pid)
+    post.pause(run.pid)
     post.say(job, "progress", "found by nobody yet")
     quick = post.inside.patched(mam, "mam.FRESH_S = 1.0\nmam.DAEMON_WAIT_S = 1.0\n")
     poll(lambda: quick("publish", job, "--event", "progress", check=(0, 2)).code == 0, UP_S, "sent by ourselves")
@@ -198,7 +196,7 @@ def test_a_state_never_goes_backwards(post: Post, mam: Mam, broker: Broker, prox
     if fate == "is killed before":
         run.kill()
     if fate == "is stopped, and killed after":
-        pause(run.pid)
+        post.pause(run.pid)
         lock = mam.registry_dir / "daemon.lock"
         poll(lambda: time.time() - lock.stat().st_mtime > 1.0, UP_S, "known to stand still")
     post.inside.patched(mam, "mam.FRESH_S = 1.0\n")("publish", job, "--event", "completed", check=(0, 2))
@@ -225,7 +223,7 @@ def test_a_state_that_arrives_late_from_a_living_daemon_is_put_right(post: Post,
     with post.registry() as registry:
         registry.edit(job, "operator", {"role": "Second"})
     poll(lambda: post.line()["flying"], UP_S, "on its way")
-    pause(run.pid)
+    post.pause(run.pid)
     way.part()
     lock = mam.registry_dir / "daemon.lock"
     poll(lambda: time.time() - lock.stat().st_mtime > 1.0, UP_S, "known to stand still")
@@ -487,7 +485,7 @@ def test_no_beat_follows_the_end_whatever_was_stopped_in_between(post: Post, mam
     for job in jobs:
         last = len(post.numbers(job)) and post.numbers(job)[-1]
         poll(lambda: post.numbers(job)[-1] > last, UP_S, "a beat on the wire")
-        pause(run.pid)                              # somewhere in mid-beat
+        post.pause(run.pid)                              # somewhere in mid-beat
         post.say(job, "completed")
         resume(run.pid)
     post.wait_sent()
@@ -635,7 +633,7 @@ def test_a_host_that_slept_closes_nobody_when_it_wakes(post: Post) -> None:
     post.say("j", "started")
     post.wait_look(1)
     assert post.say("j").committed
-    pause(run.pid)
+    post.pause(run.pid)
     begun = time.monotonic()
     poll(lambda: time.monotonic() - begun > 3.5, 10, "a sleep longer than idle")
     resume(run.pid)
@@ -1048,7 +1046,8 @@ def test_it_comes_with_whatever_gives_it_work(post: Post, mam: Mam, command: str
 def test_it_leaves_when_all_is_done_and_leaves_nothing_behind(post: Post, mam: Mam, mosquitto: Broker) -> None:
     """Lost: a clean host; processes, rows and locks that gather for ever."""
     mam.env = mosquitto.env()
-    mam("delegate", "--agent-session", "exec:e", "--exec", "true", "--prompt", "x", "--job-id", unique("clean"), check=0)
+    mam("delegate", "--agent-session", "exec:e", "--exec", "true", "--prompt", "x", "--job-id", unique("clean"),
+        check=0)
     post.wait_gone()
     assert not mam.processes()
     assert post.owed() == 0 and post.info() == {} and post.rows("SELECT * FROM senders") == []
@@ -1177,7 +1176,8 @@ def test_a_daemon_of_an_older_build_is_shown(post: Post, mam: Mam) -> None:
     assert mam("daemon", "--json", check=0).json()["older_build"] is True
 
 
-def test_a_daemon_born_without_credentials_makes_room_for_one_that_has_them(post: Post, mam: Mam, own_broker: Any) -> None:
+def test_a_daemon_born_without_credentials_makes_room_for_one_that_has_them(post: Post, mam: Mam,
+                                                                            own_broker: Any) -> None:
     """Lost: all news of this host, because the first command came from a shell without MQTT_PASSWORD."""
     broker = own_broker("nats", user="host", password="right-one")
     mam.env = broker.env()
@@ -1271,8 +1271,8 @@ mam.Connection = Once
 # ---- taking over -----------------------------------------------------------------------------------------------
 
 def delegate(mam: Mam, command: str, *flags: object, job: str = "j", **env: Optional[str]) -> str:
-    mam("delegate", "--agent-session", "exec:e", "--exec", command, "--prompt", "x", "--job-id", job, "--detach", *flags,
-        check=0, env=dict(env))
+    mam("delegate", "--agent-session", "exec:e", "--exec", command, "--prompt", "x", "--job-id", job, "--detach",
+        *flags, check=0, env=dict(env))
     return job
 
 

@@ -5,18 +5,17 @@ import json
 import os
 import re
 import signal
-import time
+import sqlite3
 import uuid
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import poll
+from . import pause, poll, resume
 from .cli import Background, Mam
 from .inside import Inside, rows
 from .proxy import Proxy
 
 UP_S = 30.0         # a start of mam, and its connect, on a loaded machine
-NO_TRIES: Dict[str, Optional[str]] = {"MQTT_BROKER": None}
 
 
 def unique(name: str) -> str:
@@ -43,7 +42,8 @@ class Post:
     def add(self, *job_ids: str, **columns: Any) -> str:
         """Register jobs whose news is owed to a broker if the host has one; the first one's id."""
         env = self.mam.env
-        columns.setdefault("wire", f"{env['MQTT_BROKER']}:{env.get('MQTT_PORT', 1883)}" if "MQTT_BROKER" in env else None)
+        wire = f"{env['MQTT_BROKER']}:{env.get('MQTT_PORT', 1883)}" if "MQTT_BROKER" in env else None
+        columns.setdefault("wire", wire)
         self.inside.add_jobs(self.mam, *job_ids, **columns)
         return job_ids[0]
 
@@ -75,8 +75,9 @@ class Post:
     def owed(self, job_id: str = "%") -> int:
         """Events and states owed to a broker."""
         events = self.rows("SELECT count(*) FROM events WHERE owed = 1 AND job_id LIKE ?", job_id)[0][0]
-        states = self.rows("SELECT count(*) FROM jobs WHERE wire IS NOT NULL AND last_seq > 0 AND transport <> 'remote' "
-                           "AND (state_sent < state_rev OR clear_owed) AND job_id LIKE ?", job_id)[0][0]
+        states = self.rows("SELECT count(*) FROM jobs WHERE wire IS NOT NULL AND last_seq > 0 "
+                           "AND transport <> 'remote' AND (state_sent < state_rev OR clear_owed) AND job_id LIKE ?",
+                           job_id)[0][0]
         return int(events + states)
 
     def wait_sent(self, job_id: str = "%", timeout: float = UP_S) -> None:
@@ -153,6 +154,22 @@ class Post:
             before = lock.stat().st_mtime_ns
             poll(lambda: lock.stat().st_mtime_ns != before, timeout, "the daemon's loop turns")
 
+    def pause(self, pid: int) -> None:
+        """SIGSTOP a daemon anywhere but in a transaction, where it would hold up every writer with itself."""
+        def stands() -> bool:
+            pause(pid)
+            probe = sqlite3.connect(str(self.mam.registry_dir / "mam.db"), timeout=0.3, isolation_level=None)
+            try:
+                probe.execute("BEGIN IMMEDIATE")
+                probe.execute("ROLLBACK")
+                return True
+            except sqlite3.OperationalError:
+                resume(pid)
+                return False
+            finally:
+                probe.close()
+        poll(stands, UP_S, "stopped outside of a transaction")
+
     def wait_gone(self, timeout: float = UP_S) -> None:
         poll(lambda: not self.daemons(), timeout, lambda: f"no daemon: {self.daemons()} {self.describe()}")
 
@@ -190,7 +207,3 @@ def published(recorded: bytes, topic: str) -> int:
     """How many PUBLISH packets with QoS 1 for `topic` are in the bytes a client sent."""
     name = len(topic).to_bytes(2, "big") + topic.encode()
     return len(re.findall(rb"[\x32\x33\x3a\x3b][\x80-\xff]{0,3}[\x00-\x7f]" + re.escape(name), recorded))
-
-
-def since(moment: float) -> float:
-    return time.monotonic() - moment
