@@ -3700,6 +3700,8 @@ class Clock:
                 continue                            # planned anew since
             del self._due[(kind, job_id)]
             (beats if kind == "beat" else deadlines).append(job_id)
+        for job_id in deadlines:     # first of all, so that a busy registry loses none of them
+            self._plan("deadline", job_id, now + LOOK_S)
         committed = self._beat([self.beats[job_id] for job_id in beats if job_id in self.beats], now)
         for job_id in deadlines:
             committed |= self._deadline(job_id, now)
@@ -3743,8 +3745,7 @@ class Clock:
         verdict = min(limits)
         record(self._registry, self._settings, job_id, verdict.request, source="daemon", detail=verdict.why,
                attempt=job.attempt_id, last_seq=job.last_seq)
-        self._plan("deadline", job_id, now + LOOK_S)     # refused, if an event came in between: look again
-        return True
+        return True     # (refused, if an event came in between: it is planned anew already)
 
 
 class Daemon:

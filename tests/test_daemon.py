@@ -1119,12 +1119,12 @@ def test_what_arrives_while_it_leaves_is_not_left_alone(post: Post, monkeypatch:
         assert not registry.has_work(False)
         real = registry.has_work
 
-        def look(wired: bool) -> bool:          # called once it has unlocked
+        def look(wired: bool, *me: str) -> bool:        # called once it has unlocked
             if arrives != "nothing":
                 post.say("j", "started", fields={"heartbeat_sec": 30.0})
             if arrives == "a beat and another daemon":
                 assert other.acquire()
-            return bool(real(wired))
+            return bool(real(wired, *me))
         monkeypatch.setattr(registry, "has_work", look)
         left = daemon._leave()
         assert left is (arrives != "a beat")
