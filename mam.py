@@ -3858,16 +3858,16 @@ class Daemon:
 
     def _look(self, now: float) -> None:
         """Read what was committed since: jobs with new lines, the beats, the remote jobs."""
+        changed: List[str] = []
         if self._cursor is None:
-            self._cursor = self._registry.last_key()
-            changed: List[str] = []
+            cursor = self._registry.last_key()
             jobs = self._registry.open_jobs()
             jobs += self._registry.jobs_by_id(self._registry.jobs_owing(1000))
             self._registry.mark_subscribed(None, None)        # by the daemon before
             for address in self._registry.sender_addresses():
                 self._line_to(address)
         else:
-            self._cursor, changed = self._registry.changed_jobs(self._cursor)
+            cursor, changed = self._registry.changed_jobs(self._cursor)
             jobs = self._registry.jobs_by_id(changed)
         self._clock.refresh(jobs, self._registry.beats(), now)
         for job in jobs:
@@ -3888,6 +3888,7 @@ class Daemon:
                 for job in jobs:
                     if job.wire and line.carries(job):
                         line.enqueue(job.job_id)
+        self._cursor = cursor        # last: if anything failed on the way, all of it is looked at again
 
     def _wait(self) -> None:
         """Until a wake, something on a connection, the next thing due, or a quarter of a second."""
