@@ -827,7 +827,7 @@ Job = namedtuple("Job", (
     "topic_prefix timeout_sec idle_timeout_sec heartbeat_sec heartbeat_misses ack_timeout_sec "
     "expected_artifacts last_seq job_type reviewer reviewer_session max_iterations iteration "
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
-    "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
+    "delivered_at delivered_mono started_at started_mono finished_at last_event last_event_at last_event_mono "
     "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery supervisor "
     "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status"))
 JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
@@ -1232,7 +1232,7 @@ CREATE TABLE jobs(
   attempt_id INTEGER NOT NULL, transport TEXT NOT NULL, transition_seq INTEGER NOT NULL DEFAULT 0,
   state_rev INTEGER NOT NULL DEFAULT 1, state_sent INTEGER NOT NULL DEFAULT 0,
   clear_owed INTEGER NOT NULL DEFAULT 0, claimed_at TEXT, claimed_mono TEXT,
-  delivered_at TEXT, delivered_mono TEXT, started_at TEXT, finished_at TEXT,
+  delivered_at TEXT, delivered_mono TEXT, started_at TEXT, started_mono TEXT, finished_at TEXT,
   last_event TEXT, last_event_at TEXT, last_event_mono TEXT, detail TEXT, parent_job TEXT,
   subscribed_mono TEXT, workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
   wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', supervisor TEXT, prompt TEXT NOT NULL);
@@ -1760,7 +1760,7 @@ class Registry:
             changes.update(last_seq=event.seq, last_event=name, last_event_at=now, last_event_mono=moment,
                            detail=detail)
             if job.started_at is None and rule.by == "worker":
-                changes["started_at"] = now
+                changes.update(started_at=now, started_mono=moment)
         if ends_job:
             changes["finished_at"] = now
         if ends_job or decision.phase:
@@ -1799,6 +1799,7 @@ class Registry:
         changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
                    "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
                    "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
+                   "started_mono": None,
                    "finished_at": None, "last_event_mono": None, "supervisor": fields.get("supervisor")}
         if fields.get("prompt") is not None:
             changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
@@ -2141,7 +2142,8 @@ class Registry:
         now, is_beat = utc_now(), payload["detail"] == "heartbeat" and "since" in payload["data"]
         changes: Dict[str, Any] = {
             "status": decision.status, "phase": decision.phase, "transition_seq": job.transition_seq + 1,
-            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now}
+            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now,
+            "started_mono": job.started_mono or instant()}
         if is_beat:
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
                           (job.job_id, job.attempt_id, job.heartbeat_sec, now, instant(), now, instant()))
@@ -3606,8 +3608,8 @@ def limits_of(job: Job, beat: Optional[Beat], watched_s: float, subscribed_s: Op
     in_hand = elapsed_s(job.delivered_mono, job.delivered_at)
     if in_hand is None:
         in_hand = elapsed_s(job.claimed_mono, job.claimed_at)
-    if in_hand is None and job.started_at:      # a worker that took it without a claim
-        in_hand = elapsed_s(None, job.started_at)
+    if in_hand is None:
+        in_hand = elapsed_s(job.started_mono, job.started_at)      # a worker that took it without a claim
     if in_hand is None:
         return []                               # nobody has it yet: an unclaimed queue waits without a deadline
     limits = [_Limit(job.timeout_sec - in_hand, "deadline_timeout", "no end within %gs" % job.timeout_sec)]
@@ -4157,6 +4159,51 @@ class Patience:
                 return "idle timeout (%gs, no events) for %s; still pending: %s" % (
                     limit, job_id, ", ".join(sorted(self._follower.pending)))
         return None
+
+
+class RemoteEar:
+    """Whether the daemon hears the followed jobs of other hosts; what it has to say of that comes by `say`.
+
+    A broker that cannot be reached, or refuses us, ends the following before it has begun
+    (exit 3); once a job was heard, a lost connection is outlived.
+    """
+
+    def __init__(self, registry: Registry, jobs: Sequence[Job], subscribed: Callable[[Job], None],
+                 say: Callable[[str], None]):
+        self._registry, self._subscribed, self._say = registry, subscribed, say
+        self._deaf = {job.job_id: job for job in jobs if job.transport == "remote" and job.status in OPEN_STATUSES}
+        self._wires = {job.wire for job in self._deaf.values()}
+        self._connects: Dict[str, int] = {}
+        self._give_up = time.monotonic() + 3 * CONNACK_TIMEOUT_S
+        self._next_look = 0.0
+
+    def look(self, pending: Sequence[str]) -> None:
+        """Raises MamError (exit 3) if a job that is still open cannot be heard."""
+        now = time.monotonic()
+        if not self._wires or now < self._next_look:
+            return
+        self._next_look = now + 0.1
+        lines = daemon_info(self._registry).lines
+        for wire in self._wires:
+            connects = lines.get(wire, {}).get("connects", 0)
+            if connects > self._connects.get(wire, 0) > 0:
+                self._say("reconnected to %s" % wire)
+            self._connects[wire] = max(connects, self._connects.get(wire, 0))
+        for job in self._registry.jobs_by_id(list(self._deaf)):
+            if job.subscribed_mono or job.status in TERMINAL_STATUSES:
+                self._subscribed(self._deaf.pop(job.job_id))
+        for job_id in set(self._deaf).intersection(pending):
+            self._check(job_id, lines.get(self._deaf[job_id].wire, {}), now)
+
+    def _check(self, job_id: str, line: Dict[str, Any], now: float) -> None:
+        wire = self._deaf[job_id].wire
+        if not wire:
+            raise MamError("job %s is remote and has no wire" % job_id, exit=Exit.BROKER, code="broker",
+                           hint="set MQTT_BROKER before it is registered")
+        if line.get("final") or line.get("failures", 0) >= 3 or now > self._give_up:
+            why = line.get("why") or "no daemon is connected to " + wire
+            raise MamError("job %s cannot be heard: %s" % (job_id, why), exit=Exit.BROKER, code="broker",
+                           hint="mam daemon status")
 
 
 def follow(follower: Follower, emit: Callable[[List[Event]], None], enough: Callable[[], bool],
@@ -4981,6 +5028,14 @@ def overview_json(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
             "progress_s": silence and round(silence, 1)}
 
 
+def daemon_word(info: DaemonInfo) -> str:
+    """The daemon in a few words, for the overview."""
+    if not info.alive:
+        return "no daemon"
+    down = [address for address, line in info.lines.items() if line["state"] != "up"]
+    return "daemon " + ("STUCK" if not info.turning else "not connected" if down else "up")
+
+
 def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[str]:
     """`mam daemon status`."""
     if not info.alive:
@@ -5265,13 +5320,17 @@ def _follow_delegated(settings: Settings, job: Job, as_json: bool) -> int:
         return exit_of(ended)
 
 
-def _caretaker(settings: Settings,
-               clock: Callable[[], Optional[str]] = lambda: None) -> Callable[[], Optional[str]]:
-    """A follower's tick: its own clock, and now and then a look whether the daemon lives."""
+def _caretaker(settings: Settings, clock: Callable[[], Optional[str]] = lambda: None,
+               follower: Optional[Follower] = None, jobs: Sequence[Job] = (),
+               subscribed: Callable[[Job], None] = lambda job: None) -> Callable[[], Optional[str]]:
+    """A follower's tick: its own clock, the daemon's life, and whether it hears remote jobs."""
     registry = Registry(settings.registry_dir)      # not the follower's: one's own commits wake nobody
+    ear = RemoteEar(registry, jobs, subscribed, _say)
     next_look = [0.0]
 
     def tick() -> Optional[str]:
+        if follower:
+            ear.look(follower.pending)
         now = time.monotonic()
         if now >= next_look[0]:
             next_look[0] = now + CARE_S
@@ -5428,9 +5487,10 @@ def cmd_watch(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     job_id = _job_of(args)
     with Registry(settings.registry_dir) as registry:
-        registry.job(job_id)
+        job = registry.job(job_id)
         follower = Follower(registry, [job_id], args.attempt_id)
-        follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings))
+        follow(follower, _emitter(args.json), lambda: follower.done,
+               _caretaker(settings, follower=follower, jobs=[job]))
         ended = follower.ended()[0]
         if not args.json:
             _say(what_became(ended))
@@ -5452,8 +5512,7 @@ def cmd_wait(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     job_ids = list(dict.fromkeys(check_job_id(job_id) for job_id in args.jobs))
     with Registry(settings.registry_dir) as registry:
-        for job_id in job_ids:
-            registry.job(job_id)
+        jobs = [registry.job(job_id) for job_id in job_ids]
         follower = Follower(registry, job_ids)
         patience = Patience(follower, args.timeout, {}, {})
         shown: List[Job] = []
@@ -5465,7 +5524,8 @@ def cmd_wait(args: Any) -> int:
                     job.job_id, status_word(job)))
                 sys.stdout.flush()
             return bool(shown) if args.any else follower.done
-        why = follow(follower, lambda events: None, show_ends, _caretaker(settings, patience.exhausted))
+        why = follow(follower, lambda events: None, show_ends, _caretaker(
+            settings, patience.exhausted, follower, jobs))
         if why:
             _say(why)
             return Exit.TIMEOUT
@@ -5507,13 +5567,20 @@ def cmd_subscribe(args: Any) -> int:
         follower = Follower(registry, [job.job_id for job in jobs], args.attempt_id, args.expect_dispatch_token)
         clock = _subscriber_clock(args, follower, jobs)
         for job in jobs:
-            _out("SUBSCRIBED %s" % events_topic(job))
-        sys.stdout.flush()
-        why = follow(follower, _emitter(args.json), lambda: follower.done, _caretaker(settings, clock))
+            if job.transport != "remote":
+                _subscribed(job)
+        why = follow(follower, _emitter(args.json), lambda: follower.done,
+                     _caretaker(settings, clock, follower, jobs, _subscribed))
         if why:
             _say(why)
             return Exit.TIMEOUT
         return exit_of_all(follower.ended())
+
+
+def _subscribed(job: Job) -> None:
+    """v4's line; of a remote job only once the broker has granted the daemon's subscription."""
+    _out("SUBSCRIBED %s" % events_topic(job))
+    sys.stdout.flush()
 
 
 def _subscriber_clock(args: Any, follower: Follower, jobs: Sequence[Job]) -> Callable[[], Optional[str]]:
@@ -5650,6 +5717,8 @@ def cmd_overview(args: Any) -> int:
         return Exit.OK
     block = broker_block(settings)
     broker = "broker %(host)s:%(port)d" % block if block else "no broker"
+    if registry:
+        broker += "  " + daemon_word(daemon_info(registry))
     shown = open_jobs if len(open_jobs) <= 40 else open_jobs[-40:]
     for line in overview(settings.registry_dir, broker, counts, shown, beats, ends, _wants_colour(settings)):
         _out(line)
