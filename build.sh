@@ -69,7 +69,7 @@ stage=$work/stage
 mkdir "$stage"
 cp "$here/mam.py" "$stage/"
 cp -R "$packages/shipped/paho" "$stage/"
-cp "$packages/shipped"/paho_mqtt-*.dist-info/licenses/* "$stage/paho/"
+cp "$packages/shipped"/paho_mqtt-*.dist-info/licenses/{LICENSE.txt,edl-v10} "$stage/paho/"    # of its two, the one we use
 find "$stage" -name __pycache__ -prune -exec rm -rf {} +
 rm "$stage/paho/mqtt/publish.py" "$stage/paho/mqtt/subscribe.py"     # one-shot helpers that nothing here imports
 

@@ -91,7 +91,10 @@ MAX_FEEDBACK_BYTES = 64 * 1024
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
 MAX_JSON_DEPTH = 32
 MAX_SAFE_INTEGER = 2 ** 53 - 1       # RFC 8785, section 3.2.2.3: IEEE 754 doubles
+MAX_ENV_FILE_BYTES = 1024 * 1024
+MAX_INBOUND_BYTES = 16 * 1024 * 1024 # of one packet: no broker of ours sends larger ones
 OUTPUT_CAP_BYTES = 50 * 1024 * 1024  # of one command; head and tail are kept
+TAIL_BYTES = MAX_FEEDBACK_BYTES      # of the output, in which its last line is looked for
 TITLE_CHARS = 80                     # of the prompt, kept apart so lists never load prompts
 
 # What `data` of an event may not carry on its own: mam's own words (DESIGN 7).
@@ -595,6 +598,13 @@ class Settings:
         text = self.get(name)
         return parse_seconds(text, name) if text else default
 
+    def pause(self, name: str, default: float) -> float:
+        """The same where work is at stake: 0 is allowed, and nonsense (refused by preflight) means the default."""
+        try:
+            return 0.0 if self.get(name) == "0" else float(self.seconds(name, default))
+        except MamError:
+            return default
+
     def count(self, name: str, default: int) -> int:
         """A positive whole number from a variable; MamError when it is none."""
         text = self.get(name, str(default))
@@ -635,9 +645,14 @@ def read_env_file(path: str) -> Dict[str, str]:
 
     Raises EnvFileError naming the line, never its text: it may hold a password.
     """
+    import stat
     try:
-        with open(path, "rb") as file:
-            text = file.read().decode("utf-8-sig")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)     # a FIFO must not hold us
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise EnvFileError(path, "Is a directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else
+                                   "not a regular file")
+            text = file.read(MAX_ENV_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise EnvFileError(path, error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
@@ -757,8 +772,10 @@ def broker_settings(settings: Settings, block: Optional[Dict[str, Any]] = None) 
     host = block.get("host") or usual_host
     if not host:
         return None
-    if any(character.isspace() or ord(character) < 33 for character in host):
-        raise MamError("MQTT_BROKER is %r: not a host name" % host, code="bad_broker")
+    if any(character in "/@" or ord(character) < 33 for character in host) or not is_encodable(host):
+        shown = "(not shown)" if "@" in host else repr(host)      # a URL may hold a password
+        raise MamError("MQTT_BROKER is %s: not a host name" % shown, code="bad_broker",
+                       hint="no URL: the port goes into MQTT_PORT, credentials into MQTT_USERNAME and MQTT_PASSWORD")
     tls_text = settings.get("MQTT_TLS", "false").lower()
     if tls_text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
         raise MamError("MQTT_TLS is %r: it must be true or false" % tls_text, code="bad_broker")
@@ -1245,6 +1262,7 @@ CREATE TABLE attempts(
   seq_base INTEGER NOT NULL DEFAULT 0, outcome TEXT, created_at TEXT NOT NULL, ended_at TEXT,
   runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER,
   PRIMARY KEY(job_id, attempt_id)) WITHOUT ROWID;
+CREATE INDEX attempts_at_work ON attempts(job_id) WHERE run IS NOT NULL AND run_ended_at IS NULL;
 CREATE TABLE events(
   n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, seq INTEGER,
   event TEXT NOT NULL, source TEXT NOT NULL, timestamp TEXT NOT NULL, logged_at TEXT NOT NULL,
@@ -1421,6 +1439,9 @@ class Registry:
             self._execute("INSERT INTO meta VALUES('registry_id', ?)", (random_hex(32),))
             self.close()
             _give_to_owner(fresh)
+            for stale in (self.path + "-wal", self.path + "-shm"):   # of a file moved away: not of this one
+                if os.path.lexists(stale):
+                    os.replace(stale, stale + ".old")
             os.rename(fresh, self.path)
 
     def _connect(self, path: str, options: str = "mode=rw") -> Any:
@@ -1488,7 +1509,8 @@ class Registry:
         if "not a database" in text or "malformed" in text or "no such" in text \
                 or "no column" in text:
             return MamError("the registry %s is corrupt (%s)" % (self.path, text), code="corrupt",
-                            hint="keep a copy of the folder, then move mam.db away; a new one is made")
+                            hint="keep a copy of the folder, then move mam.db, mam.db-wal and mam.db-shm away; "
+                                 "a new one is made")
         return MamError("the registry %s failed: %s" % (self.path, text), exit=Exit.NOT_RECORDED,
                         hint=again, code="io_error")
 
@@ -1595,6 +1617,12 @@ class Registry:
             part = job_ids[start:start + 500]
             found += self._jobs("WHERE j.job_id IN (%s)" % ",".join("?" * len(part)), part)
         return found
+
+    def jobs_with_commands(self) -> List[Job]:
+        """Ended jobs whose command has not been seen to end."""
+        at_work = "SELECT job_id FROM attempts WHERE run IS NOT NULL AND run_ended_at IS NULL"
+        return self._jobs("WHERE j.finished_at IS NOT NULL AND a.run IS NOT NULL AND a.run_ended_at IS NULL "
+                          "AND j.job_id IN (%s)" % at_work)
 
     def last_ends(self, count: int) -> List[Job]:
         return self._jobs("WHERE j.finished_at IS NOT NULL ORDER BY j.finished_at DESC, j.n DESC LIMIT ?", (count,))
@@ -2035,7 +2063,8 @@ class Registry:
     def has_work(self, wired: bool, me: str = "") -> bool:
         """Whether a daemon is needed: an open job that somebody has in hand, a beat, or (`wired`: where a
         broker may take it) a debt, or a connection other than those of process `me` that was not closed."""
-        if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
+        if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM attempts WHERE run IS NOT NULL "
+                         "AND run_ended_at IS NULL UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
                          "AND (delivery <> 'none' OR claimed_at IS NOT NULL OR started_at IS NOT NULL "
                          "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
             return True
@@ -2396,14 +2425,22 @@ def self_command() -> List[str]:
 def spawn_self(arguments: Sequence[str], env: Dict[str, str], log_path: str, pass_fds: Sequence[int] = ()) -> Any:
     """Start mam detached, in a session of its own; its stderr goes to a file. A Popen."""
     import subprocess
-    if os.path.exists(log_path) and os.path.getsize(log_path) > LOG_CAP_BYTES:
-        os.replace(log_path, log_path + ".1")
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    _give_to_owner(log_path)
-    with open(descriptor, "ab") as log:
+    with open(_open_log(log_path), "ab") as log:
         return subprocess.Popen(self_command() + list(arguments), stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL, stderr=log, env=env, cwd="/",
                                 start_new_session=True, close_fds=True, pass_fds=pass_fds)
+
+
+def _open_log(path: str) -> int:
+    """A descriptor to write complaints to; what cannot be logged (a full disk, an odd file) must not stop the work."""
+    try:
+        if os.path.exists(path) and os.path.getsize(path) > LOG_CAP_BYTES:
+            os.replace(path, path + ".1")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        _give_to_owner(path)
+        return descriptor
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: float = 30.0) -> Tuple[int, str, str]:
@@ -2622,6 +2659,9 @@ class Connection:
             code = self._client.loop(max(0.0, min(wait_s, 0.5)))
         except (OSError, ValueError) as error:
             raise BrokerError("the connection to %s broke: %s" % (self._address(), error)) from None
+        if self._client._in_packet["remaining_length"] > MAX_INBOUND_BYTES:
+            raise BrokerError("%s sends a packet of %d bytes" % (
+                self._address(), self._client._in_packet["remaining_length"]))
         if code != 0 and self._connack is None:
             raise BrokerError("%s closed the connection before answering CONNECT" % self._address())
         if code != 0 and not self._connack.is_failure:
@@ -2975,7 +3015,10 @@ def ensure_daemon(registry: Registry, settings: Settings) -> DaemonInfo:
     """The living daemon, after starting one if there is work for it and none lives."""
     info = daemon_info(registry)
     if not info.alive and os.access(registry.directory, os.W_OK) and registry.has_work(True):
-        start_daemon(registry, settings)
+        try:
+            start_daemon(registry, settings)
+        except OSError as error:     # no more processes, descriptors, space: the next command tries again
+            sys.stderr.write("mam: the daemon cannot be started now: %s\n" % error)
     return info
 
 
@@ -3012,10 +3055,10 @@ def _deliver_event(registry: Registry, settings: Settings, job: Job, event_n: in
     info = ensure_daemon(registry, settings)
     if not job.wire:
         return Delivery(True, "")
-    if info.turning and _daemon_can_send(info, job):
+    if _daemon_can_send(info, job):
         wake_daemon(registry)
         sent = _wait_delivered(registry, job.job_id, event_n, wait_s)   # wakes can be lost: it looks anyway
-        if sent.sent or daemon_info(registry).turning:
+        if sent.sent or _daemon_can_send(daemon_info(registry), job):
             return sent
     sent = deliver(registry, settings, job.job_id, attempts, sweep=True)
     if sent.sent and info.alive:
@@ -3030,21 +3073,33 @@ def _deliver_event(registry: Registry, settings: Settings, job: Job, event_n: in
 def _daemon_can_send(info: DaemonInfo, job: Job) -> bool:
     """Whether the daemon has, or is just making, a connection that this job's news will take."""
     line = info.lines.get(job.wire, {})
-    return line.get("state") == "up" or line.get("state") == "dialing" and not line.get("failures")
+    return info.turning and (line.get("state") == "up" or line.get("state") == "dialing" and not line.get("failures"))
 
 
 def _wait_delivered(registry: Registry, job_id: str, event_n: int, wait_s: float) -> Delivery:
-    """Watch an event's row (0: all that the job owes) until its delivery is noted, by whomever."""
+    """Watch an event's row (0: all that the job owes) until its delivery is noted, by whomever.
+
+    Ends early when the daemon has lost its connection, or turns no more.
+    """
     deadline = time.monotonic() + wait_s
-    version = -1
-    while time.monotonic() < deadline:
-        now = registry.data_version()
-        if now != version:
-            version = now
+    wire = registry.job(job_id).wire
+    version, next_look = -1, time.monotonic() + LOOK_S
+    while True:
+        seen = registry.data_version()
+        if seen != version:
+            version = seen
             if not (registry.is_owed(event_n) if event_n else registry.owes(job_id)):
                 return Delivery(True, "")
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + LOOK_S
+            info = daemon_info(registry)
+            line = info.lines.get(wire, {})
+            if not info.turning or line.get("failures"):
+                return Delivery(False, line.get("why") or "no daemon is connected")
+        if now >= deadline:
+            return Delivery(False, "the daemon has it in hand")
         time.sleep(0.001)
-    return Delivery(False, "the daemon has it in hand")
 
 
 def supervisor_log(registry: Registry) -> str:
@@ -3063,6 +3118,16 @@ def orphaned(job: Job) -> bool:
     return bool(job.run) and job.outcome is None and is_alive(json.loads(job.run)["supervisor"]) is False
 
 
+def left_behind(job: Job) -> bool:
+    """Whether a command may go on although its attempt has ended, for its `_run` is dead or stands still."""
+    import json
+    if not job.run or job.run_ended_at or job.outcome is None:
+        return False
+    supervisor = json.loads(job.run)["supervisor"]
+    alive = is_alive(supervisor)
+    return alive is False or bool(alive) and is_stopped(supervisor["pid"])
+
+
 def needs_supervisor(job: Job) -> bool:
     """Whether an open job waits for what only `_supervise` does, and nobody does it.
 
@@ -3071,7 +3136,7 @@ def needs_supervisor(job: Job) -> bool:
     """
     import json
     if job.status in TERMINAL_STATUSES:
-        return False
+        return left_behind(job)
     keeper = json.loads(job.supervisor) if job.supervisor else {}
     alive = is_alive(keeper.get("who"))
     if keeper.get("role") == "_supervise" and alive is not False:
@@ -3845,7 +3910,7 @@ class Daemon:
                 self._dirty = True
             if now >= self._takeover_at:
                 self._takeover_at = now + TAKEOVER_S
-                for job in list(self._clock.jobs.values()):
+                for job in [*self._clock.jobs.values(), *self._registry.jobs_with_commands()]:
                     if needs_supervisor(job):
                         ensure_supervisor(self._registry, self._settings, job.job_id)
             self._describe()
@@ -4288,7 +4353,7 @@ class Run:
         self._version = registry.data_version()
         self._linger_until: Optional[float] = None
         self._retry_at = 0.0                    # the registry failed: do not ask it before then
-        self._ended_by_us = False
+        self._ended_by_us = self._out_of_time = self._announced = False
 
     def _paths(self) -> Tuple[str, str]:
         name = "%s.a%d" % (self._job.job_id, self._job.attempt_id)
@@ -4298,15 +4363,15 @@ class Run:
         """Run the command to its end and record it. The exit code is `_run`'s own."""
         job, registry = self._job, self._registry
         identity = identity_of(os.getpid())
-        if not registry.adopt_run(job.job_id, job.attempt_id, {"supervisor": identity}):
+        adopted: List[bool] = []
+        self._insist(lambda: adopted.append(
+            registry.adopt_run(job.job_id, job.attempt_id, {"supervisor": identity})))
+        if not adopted[0]:
             return Exit.REFUSED       # somebody runs it, or it is over: a command never runs twice
         failure = ""
         try:
             failure = self._start(identity)
             if not failure:
-                self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity})
-                ensure_daemon(registry, self._settings)
-                wake_daemon(registry)
                 self._watch()
         except Terminated:
             self._insist(lambda: self._say("supervisor_lost", "mam's supervisor of the command was ended by SIGTERM"))
@@ -4343,12 +4408,19 @@ class Run:
             return missing
         self._output = CappedFile(output_path)
         self._child = GatedChild(job.command, job.workdir, env, brief if job.feed_stdin else os.devnull)
-        self._registry.save_run(job, {"supervisor": identity, "command": identity_of(self._child.pid),
-                                      "group": self._child.pid})
-        failure = self._child.release()
-        if not failure:
-            self._registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
-        return failure
+        run = {"supervisor": identity, "command": identity_of(self._child.pid), "group": self._child.pid}
+        self._insist(lambda: self._registry.save_run(job, run))
+        return self._child.release()
+
+    def _announce(self) -> None:
+        """Record that the command runs. A registry that is busy or full is asked again, and ends no command."""
+        job = self._job
+        self._registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
+        if self._registry.job(job.job_id).outcome is None:      # the command may have said all by itself already
+            self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity_of(os.getpid())})
+        self._announced = True
+        ensure_daemon(self._registry, self._settings)
+        wake_daemon(self._registry)
 
     def _missing_program(self, command: str, env: Dict[str, str]) -> str:
         """The shell finds a plain first word, or says so before anything is reported as started."""
@@ -4357,12 +4429,14 @@ class Run:
             return "no folder %s" % self._job.workdir
         if not word.replace("/", "").replace(".", "").replace("_", "").replace("-", "").isalnum():
             return ""     # a variable, a quote, a bracket: the shell's own business
+        if command.split(word, 1)[1].lstrip().startswith("("):
+            return ""     # a function's definition
         if "/" in word and not os.access(os.path.join(self._job.workdir, word), os.X_OK):
             return "%s: %s" % (word, "not executable" if os.path.exists(
                 os.path.join(self._job.workdir, word)) else "not found")      # dash finds it all the same
         with open(os.devnull, "wb") as nowhere:
             found = run_shell('command -v -- %s' % word, self._job.workdir, env, nowhere, 10.0, 1.0)
-        return "" if found == 0 else "%s: not found" % word
+        return "" if found in (0, None) else "%s: not found" % word      # None: a host too busy to tell
 
     def _say(self, request: str, detail: str = "", extra: Optional[Dict[str, Any]] = None,
              data: Optional[Dict[str, Any]] = None) -> Transition:
@@ -4374,6 +4448,8 @@ class Run:
         import select
         poller = select.poll()
         poller.register(self._child.output, select.POLLIN)
+        if self._should_end():
+            return
         while self._exit_status is None:
             open_pipe = self._pump(poller, 50)
             self._exit_status = self._child.poll()
@@ -4397,7 +4473,7 @@ class Run:
             self._child.output = None
             return False
         self._output.write(data)
-        self._tail = (self._tail + data)[-4096:]
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
         return True
 
     def _should_end(self) -> bool:
@@ -4425,8 +4501,10 @@ class Run:
         """Keep the wall clock, and see whether somebody else ended the attempt."""
         job = self._job
         if now - self._started > job.timeout_sec:
-            self._say("deadline_timeout", "no end within %gs" % job.timeout_sec)
+            self._out_of_time = True       # whatever the registry says: recorded once the command is gone
             return True
+        if not self._announced:
+            self._announce()
         version = self._registry.data_version()
         if version == self._version:
             return False
@@ -4435,7 +4513,7 @@ class Run:
         if current.attempt_id != job.attempt_id:
             return True
         if current.outcome in TERMINAL_EVENTS and not current.reason:    # the agent's own end
-            self._linger_until = now + self._settings.seconds("MAM_LINGER_S", LINGER_S)
+            self._linger_until = now + self._settings.pause("MAM_LINGER_S", LINGER_S)
             return False
         return current.outcome is not None
 
@@ -4443,6 +4521,10 @@ class Run:
         """End the group, keep the rest of the output, record how it ended, deliver."""
         left_running = self._end_command() if self._child else 0
         exited = self._exit_status is not None and not self._ended_by_us
+        if self._out_of_time:
+            self._insist(lambda: self._say("deadline_timeout", "no end within %gs" % self._job.timeout_sec))
+        elif exited and not self._announced:
+            self._insist(self._announce)         # it was over before that could be recorded
         if left_running:
             self._insist(lambda: self._registry.note(
                 self._job.job_id, "left_running", "_run",
@@ -4467,7 +4549,7 @@ class Run:
                 pass
             if self._exit_status is None:
                 self._exit_status = self._child.poll()
-        end_group(self._child.pid, self._settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S), tick)
+        end_group(self._child.pid, self._settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S), tick)
         tick()
         self._output.close()
         if self._output.failed:
@@ -4487,8 +4569,7 @@ class Run:
         self._say("error", how + (": " + last if last else ""), data=data)
 
     def _last_line(self) -> str:
-        lines = self._tail.decode("utf-8", "replace").strip().splitlines()
-        return lines[-1].strip()[:1000] if lines else ""
+        return last_line(self._settings, self._tail)
 
 
 def end_orphan(registry: Registry, settings: Settings, job: Job) -> None:
@@ -4515,7 +4596,16 @@ def end_command(settings: Settings, job: Job) -> None:
     if members and same_boot and is_alive(run["command"]) is not None:
         leader = identity_of(run["group"])
         if leader is None or leader == run["command"]:   # a dead leader's pid is not reused while its group lives
-            end_group(run["group"], settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S))
+            end_group(run["group"], settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S))
+
+
+def last_line(settings: Settings, tail: bytes) -> str:
+    """The last line of an output, fit to travel. A line whose beginning is missing is none: half a secret
+    is not recognised, and so the line is cleaned before it is cut."""
+    lines = tail.decode("utf-8", "replace").strip().splitlines()
+    if not lines or len(tail) >= TAIL_BYTES and len(lines) == 1:
+        return ""
+    return cut_utf8(settings.generalise(lines[-1].strip()), 1000)
 
 
 def brief_path(registry: Registry, job: Job) -> str:
@@ -4581,7 +4671,7 @@ def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[s
 # whether it arrived is told by the agent's own `started` alone.
 # ==============================================================================
 
-Pane = namedtuple("Pane", "pane_id dead in_mode command")
+Pane = namedtuple("Pane", "pane_id dead in_mode command socket")
 
 PASTE_SETTLE_S = 0.3     # an Enter right behind a paste is swallowed by several agents
 
@@ -4600,6 +4690,7 @@ class TmuxSession:
     def __init__(self, settings: Settings, name: str):
         self._name = name
         self._target = name if name.startswith("%") else "=%s:" % name
+        self._own_pane = (settings.get("TMUX_PANE"), settings.get("TMUX").partition(",")[0])
         socket = settings.get("MAM_TMUX_SOCKET")
         self._tmux = ["tmux"] + (["-S" if "/" in socket else "-L", socket] if socket else [])
 
@@ -4613,15 +4704,15 @@ class TmuxSession:
         """The pane as it is now; SessionError if there is none."""
         try:
             line = self._run("display-message", "-p", "-t", self._target,
-                             "#{pane_id}\t#{pane_dead}\t#{pane_in_mode}\t#{pane_current_command}")
+                             "#{pane_id}\t#{pane_dead}\t#{pane_in_mode}\t#{pane_current_command}\t#{socket_path}")
         except SessionError as error:
             raise SessionError("no tmux session %s (%s)" % (self._name, error.why), busy=False,
                                hint="start the agent: tmux new-session -d -s %s AGENT" % self._name) from None
         fields = line.rstrip("\n").split("\t")
-        if len(fields) != 4 or not fields[0]:
+        if len(fields) != 5 or not fields[0]:
             raise SessionError("no tmux session %s" % self._name, busy=False,
                                hint="start the agent: tmux new-session -d -s %s AGENT" % self._name)
-        return Pane(fields[0], fields[1] == "1", fields[2] not in ("", "0"), fields[3])
+        return Pane(fields[0], fields[1] == "1", fields[2] not in ("", "0"), fields[3], fields[4])
 
     def check(self) -> Pane:
         """The pane, if a prompt typed into it would reach an agent."""
@@ -4629,6 +4720,9 @@ class TmuxSession:
         if pane.dead:
             raise SessionError("the agent in tmux:%s has exited; its pane is dead" % self._name,
                                hint="tmux respawn-pane -k -t %s AGENT" % pane.pane_id)
+        if (pane.pane_id, pane.socket) == self._own_pane:
+            raise SessionError("tmux:%s is the pane in which this command runs" % self._name,
+                               hint="delegate from another pane: what is typed here would reach your shell")
         if pane.command.lstrip("-") in SHELLS:
             raise SessionError("a shell (%s) is in the foreground of tmux:%s, not an agent" % (
                 pane.command, self._name), hint="start the agent there; a prompt must not reach a shell")
@@ -4719,12 +4813,15 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
 def preflight(settings: Settings, session: str, command: Optional[str], workdir: str) -> None:
     """Refuse what cannot work before anything is registered."""
     kind, _, name = session.partition(":")
+    for variable in ("MAM_TERM_GRACE_S", "MAM_LINGER_S"):
+        if settings.get(variable) != "0":
+            settings.seconds(variable, 1.0)
     if kind in ("herdr", "remote"):
         raise MamError("%s: sessions are not supported by this version" % kind, code="unsupported",
                        hint="use exec:NAME, tmux:NAME or queue:NAME")
     if kind == "exec" and not (command or "").strip():
         raise MamError("an exec: session needs a command", exit=Exit.USAGE, code="no_command",
-                       hint="--exec 'claude -p --permission-mode acceptEdits' --stdin")
+                       hint="for example: --exec 'claude -p --permission-mode acceptEdits' --stdin")
     if kind != "exec" and command:
         raise MamError("--exec goes with an exec: session, not with %s" % session, exit=Exit.USAGE)
     if not os.path.isdir(workdir):
@@ -4743,7 +4840,7 @@ def end_run_of(registry: Registry, settings: Settings, job: Job) -> None:
     if not job.run:
         return
     supervisor = json.loads(job.run)["supervisor"]
-    deadline = time.monotonic() + settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S) + 6.0
+    deadline = time.monotonic() + settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S) + 6.0
     while is_alive(supervisor) and time.monotonic() < deadline:
         run = json.loads(job.run)
         if "group" in run and not group_members(run["group"]):
@@ -4776,9 +4873,12 @@ class Supervisor:
     def _carry(self) -> None:
         while True:
             job = self._registry.job(self._job_id)
-            if job.status in TERMINAL_STATUSES:
+            if left_behind(job):
+                end_command(self._settings, job)
+                self._registry.end_run(job, None)
+            elif job.status in TERMINAL_STATUSES:
                 return
-            if orphaned(job):
+            elif orphaned(job):
                 end_orphan(self._registry, self._settings, job)
             elif job.delivery == "none" and job.supervisor and can_deliver(job) and not self._in_other_hands(job):
                 self._end_earlier_attempts(job)
@@ -4818,7 +4918,7 @@ class Supervisor:
         import json
         artifacts, missing = [], []
         for name in json.loads(job.expected_artifacts):
-            found = describe_file(os.path.join(job.workdir, name), name)
+            found = describe_file(os.path.join(job.workdir, name), name, lambda: self._unwanted(job))
             artifacts.append(found) if found else missing.append(name)
         data = {"artifacts": artifacts} if artifacts else {}
         if missing:
@@ -4830,6 +4930,11 @@ class Supervisor:
         elif failure is not None:
             self._settle(job, "completed", None, job.detail or "", data)
 
+    def _unwanted(self, job: Job) -> bool:
+        """Whether the job was closed or redispatched while it is being checked."""
+        now = self._registry.job(job.job_id)
+        return now.phase != "validating" or now.attempt_id != job.attempt_id
+
     def _run_validation(self, job: Job) -> Optional[str]:
         """Run --validate in the workdir: "" when it passed, why it failed, None if no longer wanted."""
         path = os.path.join(self._registry.directory, "output", "%s.a%d.validate.log" % (job.job_id, job.attempt_id))
@@ -4838,22 +4943,19 @@ class Supervisor:
                                               job.delivered_at or job.claimed_at) or 0)
         env = environment_of_work(self._settings, worker_variables(self._registry, self._settings, job))
 
-        def unwanted() -> bool:
-            now = self._registry.job(job.job_id)
-            return now.phase != "validating" or now.attempt_id != job.attempt_id
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         _give_to_owner(path)
         with open(descriptor, "wb") as output:
             status = run_shell(job.validate_cmd, job.workdir, env, output, max(1.0, left_s),
-                               self._settings.seconds("MAM_TERM_GRACE_S", TERM_GRACE_S), unwanted)
+                               self._settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S), lambda: self._unwanted(job))
         if status == 0:
             return ""
         if status is None:
             return None          # no longer wanted, or the wall clock: the keeper closes the job for it
         with open(path, "rb") as written:
-            written.seek(max(0, os.path.getsize(path) - 4096))
-            lines = written.read().decode("utf-8", "replace").strip().splitlines()
-        return "validation failed (exit status %d)%s" % (status, ": " + lines[-1][:1000] if lines else "")
+            written.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
+            last = last_line(self._settings, written.read())
+        return "validation failed (exit status %d)%s" % (status, ": " + last if last else "")
 
     def _settle(self, job: Job, status: str, reason: Optional[str], detail: str, data: Dict[str, Any]) -> None:
         record(self._registry, self._settings, job.job_id, "settled", source="_supervise", detail=detail, data=data,
@@ -4861,16 +4963,25 @@ class Supervisor:
         deliver_event(self._registry, self._settings, job, 0)
 
 
-def describe_file(path: str, name: str) -> Optional[Dict[str, Any]]:
-    """Name, size in bytes and sha256 of a file (a folder has no sum); None if there is none."""
+def describe_file(path: str, name: str, stop: Callable[[], bool]) -> Optional[Dict[str, Any]]:
+    """Name, size in bytes and sha256 of a file (a folder has no sum); None if there is none.
+
+    Neither a FIFO nor a device is a result: they could keep the reader for ever. `stop` is asked meanwhile.
+    """
+    import hashlib
+    import stat
     if os.path.isdir(path):
         return {"name": name, "folder": True}
-    import hashlib
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
-            for block in iter(lambda: file.read(1 << 20), b""):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            for block in iter(lambda: file.read(1 << 22), b""):
                 digest.update(block)
+                if stop():
+                    return None
             return {"name": name, "size": file.tell(), "sha256": digest.hexdigest()}
     except OSError:
         return None
@@ -4989,7 +5100,8 @@ def open_row(job: Job, beat: Optional[Beat]) -> Tuple[str, ...]:
     asks = job.last_event == "permission_required"
     status = "PERMISSION" if asks else job.phase or job.status
     return (job.job_id, status, format_duration(elapsed_s(None, job.created_at) or 0),
-            _ago(last_life_s(job, beat)), _ago(silence_s(job)), job.agent_session, (job.detail or job.title)[:60])
+            _ago(last_life_s(job, beat)), _ago(silence_s(job)), job.agent_session,
+            (job.detail or "(prompt) " + job.title)[:60])
 
 
 def took_s(job: Job) -> float:
@@ -5298,7 +5410,7 @@ def cmd_delegate(args: Any) -> int:
         job = registry.register(record_)
         try:
             ensure_daemon(registry, settings)     # before delivery: from then on its clocks run
-            job = hand_over(registry, settings, job)
+            job = _hand_over(registry, settings, job)
             if args.detach:
                 _out(compact_json({"job_id": job.job_id}) if args.json else job.job_id)
                 return Exit.OK
@@ -5310,6 +5422,24 @@ def cmd_delegate(args: Any) -> int:
             raise
 
 
+def _hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
+    """Hand over, or close the job and say so: whoever is told of a failure must not find it running later."""
+    try:
+        return hand_over(registry, settings, job)
+    except (MamError, OSError) as error:
+        if isinstance(error, MamError) and error.code in ("session_busy", "spawn_failed"):
+            raise                          # closed already
+        why = str(error)
+    try:
+        record(registry, settings, job.job_id, "spawn_failed", source="delegate_wrapper", detail=why,
+               attempt=job.attempt_id)
+    except (MamError, OSError):
+        raise MamError("job %s is registered and cannot be handed over now (%s)" % (job.job_id, why),
+                       hint="do not run this again: mam hands it over later; `mam cancel %s` ends it" % job.job_id,
+                       code="undelivered") from None
+    raise MamError("%s (job %s is closed)" % (why, job.job_id), code="spawn_failed")
+
+
 def _follow_delegated(settings: Settings, job: Job, as_json: bool) -> int:
     """Show the events of a job's attempt to its end; its result last."""
     with Registry(settings.registry_dir) as reading:
@@ -5317,6 +5447,8 @@ def _follow_delegated(settings: Settings, job: Job, as_json: bool) -> int:
         follow(follower, _emitter(as_json), lambda: follower.done, _caretaker(settings))
         ended = follower.ended()[0]
         _out(compact_json({"result": overview_json(ended, None)}) if as_json else result_line(ended))
+        if not _wait_delivered(reading, ended.job_id, 0, 1.0).sent:
+            _say("not all of it is sent yet: `mam daemon` tells why")
         return exit_of(ended)
 
 
@@ -5402,8 +5534,10 @@ def cmd_publish(args: Any) -> int:
         answer = record(registry, settings, job_id, args.event, source="worker", detail=detail, data=data,
                         attempt=attempt, token=token, extra=extra)
         if answer.event:
-            _out(event_json(answer.event) if args.json else "%s seq=%d %s" % (
-                job_id, answer.event.seq, args.event))
+            if args.json:
+                _out(event_json(answer.event))
+            elif settings.get("MAM_JOB_ID") != job_id:      # else it would become its command's last line
+                _out("%s seq=%d %s" % (job_id, answer.event.seq, args.event))
         elif answer.idempotent:
             _say(answer.reason)
         else:
@@ -5450,7 +5584,8 @@ def _watched(args: Any) -> Optional[Dict[str, Any]]:
         return identity
     ancestor = agent_ancestor()
     if ancestor is None:
-        _say("no agent found among the parents of this command: the beat watches no process (--watch-pid names one)")
+        _say("note: no agent process recognised above this command; the beat lasts until the job's end "
+             "(--watch-pid PID names a process to watch)")
         return None
     return identity_of(ancestor)
 
@@ -5718,7 +5853,8 @@ def cmd_overview(args: Any) -> int:
     block = broker_block(settings)
     broker = "broker %(host)s:%(port)d" % block if block else "no broker"
     if registry:
-        broker += "  " + daemon_word(daemon_info(registry))
+        owed = sum(registry.count_owed())
+        broker += "  " + daemon_word(daemon_info(registry)) + ("  %d messages not sent yet" % owed if owed else "")
     shown = open_jobs if len(open_jobs) <= 40 else open_jobs[-40:]
     for line in overview(settings.registry_dir, broker, counts, shown, beats, ends, _wants_colour(settings)):
         _out(line)
@@ -5747,10 +5883,16 @@ def cmd_pick(args: Any) -> int:
         return Exit.BROKER       # v4: no pending job for this session
     brief = write_brief(registry, job)
     ensure_daemon(registry, settings)        # T runs from the claim
-    if args.json:
-        _dump({**worker_variables(registry, settings, job), "job_id": job.job_id, "brief": brief})
-    else:
-        _out(job.job_id)
+    try:
+        if args.json:
+            _dump({**worker_variables(registry, settings, job), "job_id": job.job_id, "brief": brief})
+        else:
+            _out(job.job_id)
+        sys.stdout.flush()
+    except OSError:      # nobody reads the answer: the job goes back, or it would be lost
+        registry.transition(job.job_id, "set", expected_attempt=job.attempt_id, expected_last_seq=job.last_seq,
+                            source=session, fields={"status": "pending"})
+        raise
     return Exit.OK
 
 
@@ -5783,6 +5925,8 @@ def cmd_cancel(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         answer = _cancel(registry, settings, job_id, args.detail or "")
         if not answer.committed and not answer.idempotent:
+            if left_behind(answer.job):
+                end_run_of(registry, settings, answer.job)
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused")
         _say(answer.reason if answer.idempotent else "job %s is cancelled" % job_id)
     return Exit.OK
@@ -5813,7 +5957,7 @@ def cmd_redispatch(args: Any) -> int:
         job = answer.job
         if deliver_it:
             ensure_daemon(registry, settings)
-            job = hand_over(registry, settings, job)
+            job = _hand_over(registry, settings, job)
         _try_delivery(registry, settings, job)
         _say("job %s is at attempt %d, for %s" % (job_id, job.attempt_id, job.agent_session))
         if args.follow:
@@ -6128,7 +6272,7 @@ def build_parser(name: str) -> Any:
         def error(self, message: str) -> Any:
             shown = "" if name == "_overview" else name
             raise MamError("%s: %s" % (shown, message) if shown else message, exit=Exit.USAGE, code="usage",
-                           hint="mam %s --help" % shown if shown else "mam help")
+                           hint="see: mam %s --help" % shown if shown else "see: mam help")
     command = COMMANDS[name]
     parser = Parser(prog="mam " + name, description=command.run.__doc__, allow_abbrev=False,
                     formatter_class=_help_formatter)
@@ -6204,8 +6348,7 @@ def run_command(argv: Sequence[str]) -> int:
         _drop_stdout()
         return Exit.BROKEN_PIPE
     except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM,
-                                             errno.ENOENT, errno.EMFILE, errno.EIO):
+        if debug:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         where = "%s: " % error.filename if error.filename else ""

@@ -141,10 +141,10 @@ def rows_about_jobs() -> Iterator[Bad]:
         yield Bad(["register", "--prompt", "x", "--job-id", text], repr(text) + BAD_ID, word="bad_job_id")
     yield Bad(["get", ""], *WHICH, code=64, word="usage")
     yield Bad(["register", "--prompt", "x", "--job-id", ""], "''" + BAD_ID, word="bad_job_id")
-    yield Bad(["get", "-x"], "get: unrecognized arguments: -x", "mam get --help", 64, "usage")
-    yield Bad(["get", "--job", "-x"], "get: argument --job: expected one argument", "mam get --help", 64, "usage")
+    yield Bad(["get", "-x"], "get: unrecognized arguments: -x", "see: mam get --help", 64, "usage")
+    yield Bad(["get", "--job", "-x"], "get: argument --job: expected one argument", "see: mam get --help", 64, "usage")
     yield Bad(["get", "--job=-x"], "no job -x in {reg}", NO_JOB[1], word="unknown_job")
-    yield Bad(["get", "known", "extra"], "get: unrecognized arguments: extra", "mam get --help", 64, "usage")
+    yield Bad(["get", "known", "extra"], "get: unrecognized arguments: extra", "see: mam get --help", 64, "usage")
     again = ("job already exists: known", "choose another --job-id, or `mam redispatch known`")
     yield Bad(["register", "--job-id", "known", "--prompt", "x"], *again, word="job_exists")
     yield Bad([*DELEGATE, "--job-id", "known"], *again, word="job_exists")
@@ -196,7 +196,8 @@ def rows_about_texts() -> Iterator[Bad]:
         yield of("{at}/undecodable.txt", "cannot read --prompt-file {at}/undecodable.txt: not UTF-8 at byte 3", ICONV,
                  "undecodable")
         yield Bad([*start, "--prompt", "a", "--prompt-file", "{at}/good.txt"],
-                  f"{start[0]}: argument --prompt-file: not allowed with argument --prompt", f"mam {start[0]} --help",
+                  f"{start[0]}: argument --prompt-file: not allowed with argument --prompt",
+                  f"see: mam {start[0]} --help",
                   64, "usage")
         if start != ["register"]:
             continue
@@ -276,21 +277,24 @@ def rows_about_usage() -> Iterator[Bad]:
             ("status", "--set"), ("close", "--request"), ("publish", "--event"), ("wait", "JOB")):
         words = [] if command == "wait" else ["known"]
         yield Bad([command, *words], f"{command}: the following arguments are required: {required}",
-                  f"mam {command} --help", 64, "usage")
+                  f"see: mam {command} --help", 64, "usage")
     yield Bad(["delegate", "--prompt", "x"], "delegate: the following arguments are required: --agent-session",
-              "mam delegate --help", 64, "usage")
-    yield Bad(["register"], "register: one of the arguments --prompt --prompt-file is required", "mam register --help",
+              "see: mam delegate --help", 64, "usage")
+    yield Bad(["register"], "register: one of the arguments --prompt --prompt-file is required",
+              "see: mam register --help",
               64, "usage")
-    yield Bad(["subscribe"], "subscribe: one of the arguments --job --wait-any is required", "mam subscribe --help", 64,
+    yield Bad(["subscribe"], "subscribe: one of the arguments --job --wait-any is required",
+              "see: mam subscribe --help", 64,
               "usage")
     for command in COMMANDS[:-1] + V4_COMMANDS:
-        yield Bad([command, "--nonsense"], f"~{command}: .+", f"mam {command} --help", 64, "usage")
+        yield Bad([command, "--nonsense"], f"~{command}: .+", f"see: mam {command} --help", 64, "usage")
     for words in (["wait", "known", "--any", "--all"], ["subscribe", "--job", "known", "--wait-any"],
                   ["publish", "known", "--event", "error", "--detail", "a", "--detail-file", "b"]):
-        yield Bad(words, f"~{words[0]}: argument --.+: not allowed with argument --.+", f"mam {words[0]} --help", 64,
+        yield Bad(words, f"~{words[0]}: argument --.+: not allowed with argument --.+",
+              f"see: mam {words[0]} --help", 64,
                   "usage")
     yield Bad(["close", "known", "--request", "nonsense"], "~close: argument --request: invalid choice: 'nonsense' .+",
-              "mam close --help", 64, "usage")
+              "see: mam close --help", 64, "usage")
     yield Bad([*PROGRESS, "--heartbeat", "5"], "--heartbeat goes with --event started", "", 64, "usage")
     yield Bad(["publish", "known", "--event", "started", "--heartbeat", "5", "--watch-pid", "99999999"],
               "--watch-pid 99999999: no such process", word="bad_pid")
@@ -310,7 +314,7 @@ def rows_about_sessions() -> Iterator[Bad]:
                 "delegate", "--prompt", "x", "--exec", "true"]] if text == "demo" else [])):
             yield Bad([*start, "--agent-session", text], repr(text) + BAD_SESSION, SESSION_HINT, word="bad_session")
     yield Bad(["delegate", "--agent-session", "exec:x", "--prompt", "x"], "an exec: session needs a command",
-              "--exec 'claude -p --permission-mode acceptEdits' --stdin", 64, "no_command")
+              "for example: --exec 'claude -p --permission-mode acceptEdits' --stdin", 64, "no_command")
     yield Bad(["delegate", "--agent-session", "queue:x", "--exec", "true", "--prompt", "x"],
               "--exec goes with an exec: session, not with queue:x", "", 64)
     for kind in ("herdr", "remote"):
@@ -324,7 +328,7 @@ def rows_about_sessions() -> Iterator[Bad]:
 
 
 def rows_about_registries() -> Iterator[Bad]:
-    move = "keep a copy of the folder, then move mam.db away; a new one is made"
+    move = "keep a copy of the folder, then move mam.db, mam.db-wal and mam.db-shm away; a new one is made"
     messages = {
         "corrupt": ("the registry {at}/corrupt/mam.db is corrupt (file is not a database)", move, "corrupt"),
         "newer": ("the registry {at}/newer/mam.db was made by a newer mam (version 99, this one knows 1)",
@@ -991,7 +995,7 @@ def test_mam_alone_with_open_and_ended_jobs(mam: Mam) -> None:
     assert shown.splitlines()[1] == "1 pending, 2 running, 1 completed, 1 error"
     rows = {row[0]: row[1:] for row in table_rows(shown, "OPEN")}
     assert rows["waiting"][0] == "pending" and rows["waiting"][2:4] == ["-", "-"], shown
-    assert rows["waiting"][4:] == ["queue:waiting", "the waiting one"], shown
+    assert rows["waiting"][4:] == ["queue:waiting", "(prompt) the waiting one"], shown
     assert rows["asking"][0] == "PERMISSION" and rows["asking"][5] == "may I delete build/?", shown
     assert rows["silent"][0] == "running" and re.fullmatch(r"\d+s ago", rows["silent"][2]), shown
     assert re.fullmatch(r"50m\d\ds ago", rows["silent"][3]), "progress is told apart from life"

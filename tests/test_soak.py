@@ -140,7 +140,7 @@ def test_two_hundred_kills_over_fifty_jobs_lose_nothing(post: Post, mam: Mam, ow
                 pass                            # it ended between the look and the signal
         time.sleep(rng.uniform(0.1, 0.6))      # the pace of the kills, and no condition
         if not waiting and not post.rows("SELECT 1 FROM jobs WHERE status IN ('pending', 'running') LIMIT 1"):
-            waiting = [job + "x" for job in jobs[:10]]
+            waiting = [unique("more") for _ in range(10)]
             jobs += waiting
     print(f"killed: {killed}")
     jobs = [job for job in jobs if post.rows("SELECT 1 FROM jobs WHERE job_id = ?", job)]
