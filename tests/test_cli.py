@@ -239,7 +239,8 @@ def rows_about_configuration() -> Iterator[Bad]:
             ("MQTT_KEEPALIVE", "0", "it must be 1 to 65535 seconds"),
             ("MQTT_KEEPALIVE", "65536", "it must be 1 to 65535 seconds"),
             ("MQTT_KEEPALIVE", "²", "it must be 1 to 65535 seconds")):
-        yield Bad(DELEGATE, f"{name} is {text!r}: {why}", word="bad_broker",
+        hint = "~no URL: .+" if name == "MQTT_BROKER" else ""
+        yield Bad(DELEGATE, f"{name} is {text!r}: {why}", hint, word="bad_broker",
                   env={"MQTT_BROKER": "127.0.0.1", name: text})
     for text in ("a b", "a//b", "/a", "a/#", "a+b"):
         yield Bad(DELEGATE, f"MAM_TOPIC_ROOT is {text!r}: levels of letters, digits, _ and - joined by /",
