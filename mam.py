@@ -1618,11 +1618,11 @@ class Registry:
             found += self._jobs("WHERE j.job_id IN (%s)" % ",".join("?" * len(part)), part)
         return found
 
-    def jobs_with_commands(self) -> List[Job]:
-        """Ended jobs whose command has not been seen to end."""
-        at_work = "SELECT job_id FROM attempts WHERE run IS NOT NULL AND run_ended_at IS NULL"
-        return self._jobs("WHERE j.finished_at IS NOT NULL AND a.run IS NOT NULL AND a.run_ended_at IS NULL "
-                          "AND j.job_id IN (%s)" % at_work)
+    def ended_attempts_at_work(self, job_id: Optional[str] = None) -> List[Tuple[str, int, str]]:
+        """(job id, attempt, run) of attempts that are over and whose command has not been seen to end."""
+        rows = self._execute("SELECT job_id, attempt_id, run FROM attempts "
+                             "WHERE run IS NOT NULL AND run_ended_at IS NULL AND outcome IS NOT NULL")
+        return [(row[0], row[1], row[2]) for row in rows if job_id in (None, row[0])]
 
     def last_ends(self, count: int) -> List[Job]:
         return self._jobs("WHERE j.finished_at IS NOT NULL ORDER BY j.finished_at DESC, j.n DESC LIMIT ?", (count,))
@@ -1907,11 +1907,12 @@ class Registry:
         self._execute("UPDATE attempts SET run = ? WHERE job_id = ? AND attempt_id = ?",
                       (compact_json(run), job.job_id, job.attempt_id))
 
-    def earlier_runs(self, job: Job) -> List[str]:
-        """The process identities of the commands of a job's attempts before this one."""
-        return [row[0] for row in self._execute(
-            "SELECT run FROM attempts WHERE job_id = ? AND attempt_id < ? AND run IS NOT NULL AND run_ended_at IS NULL",
-            (job.job_id, job.attempt_id))]
+    def close_run(self, job_id: str, attempt: int) -> None:
+        """Note that a command is over that nobody saw exit."""
+        with self.write():
+            self._execute("UPDATE attempts SET run_ended_at = ? WHERE job_id = ? AND attempt_id = ? "
+                          "AND run_ended_at IS NULL", (utc_now(), job_id, attempt))
+            self._log(self.job(job_id), "ended_command", "_supervise", "the command was ended", {}, attempt)
 
     def end_run(self, job: Job, exit_status: Optional[int]) -> None:
         """Note that an attempt's command is over, with its exit status (negative: the signal)."""
@@ -3118,12 +3119,10 @@ def orphaned(job: Job) -> bool:
     return bool(job.run) and job.outcome is None and is_alive(json.loads(job.run)["supervisor"]) is False
 
 
-def left_behind(job: Job) -> bool:
-    """Whether a command may go on although its attempt has ended, for its `_run` is dead or stands still."""
+def is_left_behind(run: str) -> bool:
+    """Whether the `_run` of a command is dead or stands still, so that it will not end it."""
     import json
-    if not job.run or job.run_ended_at or job.outcome is None:
-        return False
-    supervisor = json.loads(job.run)["supervisor"]
+    supervisor = json.loads(run)["supervisor"]
     alive = is_alive(supervisor)
     return alive is False or bool(alive) and is_stopped(supervisor["pid"])
 
@@ -3136,7 +3135,7 @@ def needs_supervisor(job: Job) -> bool:
     """
     import json
     if job.status in TERMINAL_STATUSES:
-        return left_behind(job)
+        return False
     keeper = json.loads(job.supervisor) if job.supervisor else {}
     alive = is_alive(keeper.get("who"))
     if keeper.get("role") == "_supervise" and alive is not False:
@@ -3910,9 +3909,13 @@ class Daemon:
                 self._dirty = True
             if now >= self._takeover_at:
                 self._takeover_at = now + TAKEOVER_S
-                for job in [*self._clock.jobs.values(), *self._registry.jobs_with_commands()]:
+                for job in list(self._clock.jobs.values()):
                     if needs_supervisor(job):
                         ensure_supervisor(self._registry, self._settings, job.job_id)
+                for job_id, _, run in self._registry.ended_attempts_at_work():
+                    if is_left_behind(run):
+                        spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
+                                   supervisor_log(self._registry))
             self._describe()
         except MamError as error:
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
@@ -4580,17 +4583,17 @@ def end_orphan(registry: Registry, settings: Settings, job: Job) -> None:
     job = registry.job(job.job_id)       # read after its death: nothing can be added by it now
     if not orphaned(job):
         return
-    end_command(settings, job)
+    end_command(settings, job.run)
     record(registry, settings, job.job_id, "supervisor_lost", source="delegate_wrapper", attempt=job.attempt_id,
            last_seq=job.last_seq, detail="mam's supervisor of the command died; the command was ended")
     registry.end_run(job, None)
     deliver_event(registry, settings, job, 0, attempts=1)
 
 
-def end_command(settings: Settings, job: Job) -> None:
+def end_command(settings: Settings, run_text: Optional[str]) -> None:
     """End the process group of a command, if its leader is still the process that was recorded."""
     import json
-    run = json.loads(job.run) if job.run else {}
+    run = json.loads(run_text) if run_text else {}
     members = group_members(run["group"]) if "group" in run else []
     same_boot = (run.get("command") or {}).get("boot") == boot_id()
     if members and same_boot and is_alive(run["command"]) is not None:
@@ -4834,19 +4837,25 @@ def preflight(settings: Settings, session: str, command: Optional[str], workdir:
                            code="session_busy" if error.busy else "no_session") from None
 
 
-def end_run_of(registry: Registry, settings: Settings, job: Job) -> None:
-    """Wait until the command of an ended attempt is gone; end it here if its `_run` is dead."""
+def end_run_of(registry: Registry, settings: Settings, job_id: str) -> None:
+    """See the commands of a job's ended attempts gone: wait for their `_run`, or end them in its place."""
     import json
-    if not job.run:
-        return
-    supervisor = json.loads(job.run)["supervisor"]
     deadline = time.monotonic() + settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S) + 6.0
-    while is_alive(supervisor) and time.monotonic() < deadline:
-        run = json.loads(job.run)
-        if "group" in run and not group_members(run["group"]):
-            return
-        time.sleep(0.02)
-    end_command(settings, job)
+    for _, attempt, text in registry.ended_attempts_at_work(job_id):
+        group = json.loads(text).get("group")
+        while not is_left_behind(text) and (group is None or group_members(group)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if is_left_behind(text) or group and group_members(group):
+            end_command(settings, text)
+            registry.close_run(job_id, attempt)
+
+
+def end_left_behind(registry: Registry, settings: Settings, job_id: str) -> None:
+    """End the commands of ended attempts whose `_run` is dead or stands still; the others end by themselves."""
+    for _, attempt, text in registry.ended_attempts_at_work(job_id):
+        if is_left_behind(text):
+            end_command(settings, text)
+            registry.close_run(job_id, attempt)
 
 
 class Supervisor:
@@ -4863,6 +4872,7 @@ class Supervisor:
         with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
             if not lock.acquire(0):
                 return Exit.OK
+            end_left_behind(self._registry, self._settings, self._job_id)
             me = keeper_of("_supervise")
             while needs_supervisor(self._registry.job(self._job_id)):
                 self._registry.set_supervisor(self._job_id, me)
@@ -4873,15 +4883,12 @@ class Supervisor:
     def _carry(self) -> None:
         while True:
             job = self._registry.job(self._job_id)
-            if left_behind(job):
-                end_command(self._settings, job)
-                self._registry.end_run(job, None)
-            elif job.status in TERMINAL_STATUSES:
+            if job.status in TERMINAL_STATUSES:
                 return
-            elif orphaned(job):
+            if orphaned(job):
                 end_orphan(self._registry, self._settings, job)
             elif job.delivery == "none" and job.supervisor and can_deliver(job) and not self._in_other_hands(job):
-                self._end_earlier_attempts(job)
+                end_run_of(self._registry, self._settings, job.job_id)
                 hand_over(self._registry, self._settings, job)
             elif job.phase == "validating":
                 if self._work_is_over(job):
@@ -4898,10 +4905,6 @@ class Supervisor:
         who = json.loads(job.supervisor)["who"]
         return who["pid"] != os.getpid() and is_alive(who) is not False
 
-    def _end_earlier_attempts(self, job: Job) -> None:
-        for run in self._registry.earlier_runs(job):
-            end_run_of(self._registry, self._settings, job._replace(run=run))
-
     def _work_is_over(self, job: Job) -> bool:
         """Whether the command has exited, so that what it leaves behind stands still."""
         import json
@@ -4909,8 +4912,8 @@ class Supervisor:
             return True
         if is_alive(json.loads(job.run)["supervisor"]) is not False:
             return False
-        end_command(self._settings, job)       # its `_run` was killed while it tidied up
-        self._registry.end_run(job, None)
+        end_command(self._settings, job.run)       # its `_run` was killed while it tidied up
+        self._registry.close_run(job.job_id, job.attempt_id)
         return True
 
     def _validate(self, job: Job) -> None:
@@ -5900,7 +5903,7 @@ def _cancel(registry: Registry, settings: Settings, job_id: str, detail: str) ->
     """Close a job as cancelled, tell the broker, and see its command end."""
     answer = record(registry, settings, job_id, "cancelled", source="operator", detail=detail)
     if answer.committed or answer.idempotent:
-        end_run_of(registry, settings, answer.job)
+        end_run_of(registry, settings, job_id)
         _try_delivery(registry, settings, answer.job)
     return answer
 
@@ -5925,8 +5928,7 @@ def cmd_cancel(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         answer = _cancel(registry, settings, job_id, args.detail or "")
         if not answer.committed and not answer.idempotent:
-            if left_behind(answer.job):
-                end_run_of(registry, settings, answer.job)
+            end_left_behind(registry, settings, job_id)
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused")
         _say(answer.reason if answer.idempotent else "job %s is cancelled" % job_id)
     return Exit.OK
@@ -5972,7 +5974,7 @@ def _redispatch(registry: Registry, settings: Settings, job_id: str, fields: Dic
     keeper = fields.get("supervisor") or (None if can_deliver(before) else before.supervisor)   # a queue keeps its own
     answer = registry.transition(job_id, "redispatch", source=source, fields={**fields, "supervisor": keeper})
     if answer.committed:
-        end_run_of(registry, settings, before)
+        end_run_of(registry, settings, job_id)
     return answer
 
 

@@ -695,6 +695,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="mam-bench-"))
     bench = Bench(pyz, folder, 7 if args.quick else 21)
     servers: List[Broker] = []
+    complete = False
     try:
         module = unpacked(bench)
         bench.begin_table("commands")
@@ -717,12 +718,15 @@ def main(argv: Sequence[str]) -> int:
         bench.begin_table("the daemon")
         for kind, (base, publish) in at_hand.items():
             bench.row(f"mam publish through {kind}, a daemon at hand", publish, base, 1.0)
-        events, rounds = (2000, 3) if args.quick else (10_000, 5)
+        events, rounds = (2000, 3) if args.quick else (10_000, 3)
         outbox(bench, module, servers, events, rounds)
         inbox(bench, module, servers, events, rounds)
         if Path("/proc/self").is_dir():
             # As many beats a second, so that what they cost is comparable.
             armed(bench, module, servers, *((100, 3, 9) if args.quick else (1000, 30, 30)))
+        complete = True
+    except KeyboardInterrupt:      # what was measured is shown all the same
+        pass
     finally:
         for server in servers:
             server.stop()
@@ -732,15 +736,16 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write("\r\x1b[K")
     if args.json:
         print(json.dumps({title: [row._asdict() for row in rows] for title, rows in bench.tables.items()}, indent=2))
-        return 0
+        return 0 if complete else 130
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {before:.1f} at the start and "
           f"{os.getloadavg()[0]:.1f} at the end; medians of {bench.runs} runs each, in turn with their baseline"
           + ("; --quick: fewer runs, jobs and events, and N = 3 instead of 30" if args.quick else ""))
     for rows in bench.tables.values():
         print("\n" + bench.table(rows))
     missed = [row.what for rows in bench.tables.values() for row in rows if row.verdict == "MISS"]
-    print("\n" + (f"{len(missed)} missed: {'; '.join(missed)}" if missed else "every bar is met"))
-    return 0
+    print("\n" + (f"{len(missed)} missed: {'; '.join(missed)}" if missed else "every bar is met")
+          + ("" if complete else "; interrupted, so there is no more"))
+    return 0 if complete else 130
 
 
 if __name__ == "__main__":
