@@ -20,7 +20,7 @@ Map of this file (a section uses only those above it):
      4. Configuration       workspace, .mam.env, broker settings (only os.environ here)
      5. Model               job, event, and the table that decides every transition (pure)
      6. Envelopes           build, sign, verify what goes over the wire (pure)
-     7. Registry            the SQLite file: transitions, outbox, beats (only sqlite3 here)
+     7. Registry            the SQLite file: transitions, outbox, inbox, beats (only sqlite3 here)
      8. Processes           identities, groups, starting ourselves (only subprocess, kill here)
      9. Transport           one MQTT connection (only paho here, imported inside)
     10. Publishing          record, then deliver what is owed
@@ -121,11 +121,11 @@ DAEMON_WAIT_S = 6.0                  # a publisher leaves an event to a connecte
 IDLE_LEAVE_S = 3.0                   # with nothing to do for this long, the daemon leaves
 TAKEOVER_S = 2.0                     # it looks this often for dead supervisors
 DAEMON_WINDOW = 100                  # unacknowledged messages of the daemon on one connection
-JOB_TURN_COUNT = 20                      # messages of one job in a row, so that a flood starves nobody
-REFUSED_TRY_COUNT = 4                    # refused credentials are tried again, in case the broker was starting
+JOB_TURN_COUNT = 20                  # messages of one job in a row, so that a flood starves nobody
+REFUSED_TRY_COUNT = 4                # refused credentials are tried again, in case the broker was starting
 REFUSED_PAUSE_S = 300.0              # and after that, seldom
-POISON_LOSS_COUNT = 3                    # a message alone on its way at so many losses is what kills the connection
-INBOX_BATCH_COUNT = 200                    # messages taken in by one commit
+POISON_LOSS_COUNT = 3                # a message alone on its way at so many losses is what kills the connection
+INBOX_BATCH_COUNT = 200              # messages taken in by one commit
 RESEND_AT_S = (0.0, 5.0, 30.0)       # when a hole in a remote job's numbers is asked for
 HOLE_GIVEN_UP_S = 60.0               # and when it is written down as a gap
 REPUBLISH_S = 86400.0                # a broker without memory gets the states of jobs that ended since
@@ -844,7 +844,7 @@ Job = namedtuple("Job", (
     "topic_prefix timeout_sec idle_timeout_sec heartbeat_sec heartbeat_misses ack_timeout_sec "
     "expected_artifacts last_seq job_type reviewer reviewer_session max_iterations iteration "
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
-    "delivered_at delivered_mono started_at started_mono finished_at last_event last_event_at last_event_mono "
+    "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
     "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery supervisor "
     "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status"))
 JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
@@ -1249,7 +1249,7 @@ CREATE TABLE jobs(
   attempt_id INTEGER NOT NULL, transport TEXT NOT NULL, transition_seq INTEGER NOT NULL DEFAULT 0,
   state_rev INTEGER NOT NULL DEFAULT 1, state_sent INTEGER NOT NULL DEFAULT 0,
   clear_owed INTEGER NOT NULL DEFAULT 0, claimed_at TEXT, claimed_mono TEXT,
-  delivered_at TEXT, delivered_mono TEXT, started_at TEXT, started_mono TEXT, finished_at TEXT,
+  delivered_at TEXT, delivered_mono TEXT, started_at TEXT, finished_at TEXT,
   last_event TEXT, last_event_at TEXT, last_event_mono TEXT, detail TEXT, parent_job TEXT,
   subscribed_mono TEXT, workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
   wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', supervisor TEXT, prompt TEXT NOT NULL);
@@ -1771,8 +1771,8 @@ class Registry:
         reason = fields.get("reason") or rule.reason if ends_job else None
         changes: Dict[str, Any] = {"status": decision.status, "phase": decision.phase, "reason": reason,
                                    "transition_seq": job.transition_seq + 1}
-        if request == "claim":
-            changes.update(claimed_at=now, claimed_mono=moment)
+        if decision.status == "running" and not (job.claimed_mono or job.delivered_mono):
+            changes.update(claimed_at=now, claimed_mono=moment)     # by pick, by a first word, by an operator
         event = None
         name = self._event_of(job, request, decision.status)
         if name:
@@ -1788,7 +1788,7 @@ class Registry:
             changes.update(last_seq=event.seq, last_event=name, last_event_at=now, last_event_mono=moment,
                            detail=detail)
             if job.started_at is None and rule.by == "worker":
-                changes.update(started_at=now, started_mono=moment)
+                changes["started_at"] = now
         if ends_job:
             changes["finished_at"] = now
         if ends_job or decision.phase:
@@ -1827,8 +1827,8 @@ class Registry:
         changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
                    "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
                    "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
-                   "started_mono": None,
-                   "finished_at": None, "last_event_mono": None, "supervisor": fields.get("supervisor")}
+                   "finished_at": None, "last_event": None, "last_event_at": None, "last_event_mono": None,
+                   "detail": None, "supervisor": fields.get("supervisor")}
         if fields.get("prompt") is not None:
             changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
         self._update_job(job, changes)
@@ -1896,6 +1896,7 @@ class Registry:
             if job.attempt_id != attempt or job.delivery != "sending" or job.run or job.outcome is not None:
                 return False
             self._write_run(job, run)
+            self._log(job, "delivery", "_run", "adopted", {})      # the daemon sees jobs anew by their log
             return True
 
     def save_run(self, job: Job, run: Dict[str, Any]) -> None:
@@ -1923,12 +1924,12 @@ class Registry:
                       job.attempt_id)
 
     def drop_supervisor(self, job_id: str, keeper: str) -> None:
-        """The same as set_supervisor(None), unless somebody else has undertaken it meanwhile."""
+        """Note that nobody carries a job any more, unless somebody else has undertaken it meanwhile."""
         with self.write():
             self._execute("UPDATE jobs SET supervisor = NULL WHERE job_id = ? AND supervisor = ?", (job_id, keeper))
 
-    def set_supervisor(self, job_id: str, keeper: Optional[str]) -> None:
-        """Note who carries an open job; None for nobody."""
+    def set_supervisor(self, job_id: str, keeper: str) -> None:
+        """Note who carries an open job."""
         with self.write():
             self._execute("UPDATE jobs SET supervisor = ? WHERE job_id = ?", (keeper, job_id))
 
@@ -1947,9 +1948,13 @@ class Registry:
                           (utc_now(), instant(), job_id, attempt))
             return bool(self._execute("SELECT changes()")[0][0])
 
-    def drop_beat(self, job_id: str, attempt: int) -> None:
+    def drop_beat(self, beat: Beat, why: str) -> None:
+        """Stop a beat and say so; one that was armed anew meanwhile, for another process, goes on."""
         with self.write():
-            self._execute("DELETE FROM beats WHERE job_id = ? AND attempt_id = ?", (job_id, attempt))
+            self._execute("DELETE FROM beats WHERE job_id = ? AND attempt_id = ? AND watch IS ?",
+                          (beat.job_id, beat.attempt_id, beat.watch))
+            if self._execute("SELECT changes()")[0][0]:
+                self._log(self.job(beat.job_id), "beat_stopped", "daemon", why, {}, beat.attempt_id)
 
     # -- the outbox ------------------------------------------------------------------------
 
@@ -2007,10 +2012,10 @@ class Registry:
         with self.write(durable=False):
             self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ?", (job_id,))
 
-    def last_sent_state(self) -> Optional[Job]:
-        """The job whose state was sent last and has not changed since: what a broker with a memory retains."""
-        found = self._jobs("WHERE j.wire IS NOT NULL AND j.state_sent = j.state_rev AND j.last_seq > 0 "
-                           "ORDER BY j.updated_at DESC, j.n DESC LIMIT 1")
+    def last_sent_state(self, wire: str) -> Optional[Job]:
+        """The job whose state was sent last to a broker and has not changed since: what it retains, with a memory."""
+        found = self._jobs("WHERE j.wire = ? AND j.state_sent = j.state_rev AND j.last_seq > 0 "
+                           "ORDER BY j.updated_at DESC, j.n DESC LIMIT 1", (wire,))
         return found[0] if found else None
 
     def owe_retained_again(self, since: str) -> None:
@@ -2029,6 +2034,18 @@ class Registry:
     def add_sender(self, client_id: str, broker: str, process: Any) -> None:
         with self.write(durable=False):
             self._execute("INSERT OR REPLACE INTO senders VALUES(?, ?, ?)", (client_id, broker, compact_json(process)))
+
+    def claim_sender(self, client_id: str, before: str, process: Any) -> bool:
+        """Undertake to end a dead sender's session, by compare-and-swap: of two that see it dead, one does."""
+        with self.write(durable=False):
+            self._execute("UPDATE senders SET process = ? WHERE client_id = ? AND process = ?",
+                          (compact_json(process), client_id, before))
+            return bool(self._execute("SELECT changes()")[0][0])
+
+    def abandon_sender(self, client_id: str) -> None:
+        """Note that a connection was given up with something on its way: nobody's now, to be taken over."""
+        with self.write(durable=False):
+            self._execute("UPDATE senders SET process = 'null' WHERE client_id = ?", (client_id,))
 
     def drop_sender(self, client_id: str) -> None:
         with self.write(durable=False):
@@ -2066,7 +2083,7 @@ class Registry:
         broker may take it) a debt, or a connection other than those of process `me` that was not closed."""
         if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM attempts WHERE run IS NOT NULL "
                          "AND run_ended_at IS NULL UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
-                         "AND (delivery <> 'none' OR claimed_at IS NOT NULL OR started_at IS NOT NULL "
+                         "AND (delivery <> 'none' OR claimed_at IS NOT NULL "
                          "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
             return True
         return wired and bool(self.jobs_owing(1) or self._execute(
@@ -2172,12 +2189,13 @@ class Registry:
         now, is_beat = utc_now(), payload["detail"] == "heartbeat" and "since" in payload["data"]
         changes: Dict[str, Any] = {
             "status": decision.status, "phase": decision.phase, "transition_seq": job.transition_seq + 1,
-            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now,
-            "started_mono": job.started_mono or instant()}
+            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now}
+        if not (job.claimed_mono or job.delivered_mono):
+            changes.update(claimed_at=now, claimed_mono=instant())
         if is_beat:
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
                           (job.job_id, job.attempt_id, job.heartbeat_sec, now, instant(), now, instant()))
-        else:
+        if not is_beat or not job.last_event_mono:       # a beat that comes first counts as `started` (DESIGN 6)
             changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=instant(),
                            detail=clean_text(payload["detail"]))
         if decision.status in TERMINAL_STATUSES:
@@ -2552,7 +2570,7 @@ def raise_on_sigterm() -> None:
 # ==============================================================================
 # 9. Transport
 #
-# One short-lived MQTT connection, driven by hand in the calling thread: no
+# One MQTT connection, short-lived or the daemon's, driven by hand by one thread: no
 # network thread that could die unseen, no exception lost in a callback, and
 # nothing that the client could send again by itself after a loss. After any
 # failure the client object is thrown away, and the outbox is read again.
@@ -2580,6 +2598,10 @@ def _tls_context(broker: Broker) -> Any:
         raise BrokerError("the TLS files cannot be used (MQTT_CA_CERTS, MQTT_CERTFILE, MQTT_KEYFILE): %s" % error,
                           final=True) from None
     return context
+
+
+def broker_address(broker: Broker) -> str:
+    return "%s:%d" % (broker.host, broker.port)
 
 
 class Connection:
@@ -2632,7 +2654,7 @@ class Connection:
         self.received.append((topic, message.payload, bool(message.retain)))
 
     def _address(self) -> str:
-        return "%s:%d" % (self.broker.host, self.broker.port)
+        return broker_address(self.broker)
 
     def _connect(self) -> None:
         deadline = time.monotonic() + CONNACK_TIMEOUT_S
@@ -2758,7 +2780,7 @@ def wire_of(settings: Settings, block: Optional[Dict[str, Any]]) -> Optional[str
     It is decided at registration: what is recorded without a wire is never owed later.
     """
     broker = broker_settings(settings, block)
-    return "%s:%d" % (broker.host, broker.port) if broker else None
+    return broker_address(broker) if broker else None
 
 
 def _job_lock(registry: Registry, job_id: str) -> FileLock:
@@ -2767,40 +2789,42 @@ def _job_lock(registry: Registry, job_id: str) -> FileLock:
     return FileLock(os.path.join(folder, job_id))
 
 
-def broker_address(broker: Broker) -> str:
-    return "%s:%d" % (broker.host, broker.port)
-
-
-def dead_senders(registry: Registry, broker: Broker) -> List[str]:
-    """Client ids of connections to a broker whose process has died, or stands still, with something on its way."""
+def take_over_dead(registry: Registry, broker: Broker, but: str = "") -> List[str]:
+    """Client ids of connections to a broker whose process has died, stands still or gave them up, with
+    something on its way. They are ours to end now: two that connected with one id would throw each other out."""
     import json
     found = []
     for name, text in registry.senders(broker_address(broker)):
         process = json.loads(text)
         alive = is_alive(process)
-        if alive is False or alive and is_stopped(process["pid"]):
+        if name != but and (alive is False or alive and is_stopped(process["pid"])) \
+                and registry.claim_sender(name, text, identity_of(os.getpid())):
             found.append(name)
     return found
 
 
-def open_sender(registry: Registry, broker: Broker, client_id: str = "", window: int = SEND_WINDOW) -> Connection:
+def open_sender(registry: Registry, broker: Broker) -> Connection:
     """A connection whose name stands in the registry before its first byte leaves.
 
     Bytes of a sender that died may still sit in a stalled connection and would arrive, older,
     behind ours. A broker ends a session when its client id connects again: so the dead one's
-    id is taken over, and what it left on the way can arrive no more.
+    id is taken over, and what it left on the way can arrive no more. Until that has worked
+    the dead one's name stays.
     """
-    address = broker_address(broker)
-    dead = [name for name in dead_senders(registry, broker) if name != client_id]
-    client_id = client_id or (dead.pop() if dead else new_client_id(broker))
-    registry.add_sender(client_id, address, identity_of(os.getpid()))
+    dead = take_over_dead(registry, broker)
+    client_id = dead[-1] if dead else new_client_id(broker)
+    if not dead:
+        registry.add_sender(client_id, broker_address(broker), identity_of(os.getpid()))
     try:
-        for name in dead:
-            Connection(broker, name).close()
-            registry.drop_sender(name)
-        return Connection(broker, client_id, window)
+        while len(dead) > 1:
+            Connection(broker, dead[0]).close()
+            registry.drop_sender(dead.pop(0))
+        return Connection(broker, client_id)
     except BrokerError:
-        registry.drop_sender(client_id)      # nothing of ours was sent yet
+        for name in dead:
+            registry.abandon_sender(name)
+        if not dead:
+            registry.drop_sender(client_id)      # nothing was sent by this name
         raise
 
 
@@ -2825,11 +2849,15 @@ def _send_owed(registry: Registry, connection: Connection, job_id: str) -> None:
         if events:
             connection.publish([event_message(registry, job, event) for event in events])
             registry.mark_sent(events=events)
-        elif job.last_seq and job.state_sent < job.state_rev and job.transport != "remote":
+        elif owes_state(job):
             connection.publish([state_message(job)])
             registry.mark_sent(states=[(job_id, job.state_rev)])
         else:
             return
+
+
+def owes_state(job: Job) -> bool:
+    return bool(job.last_seq) and job.state_sent < job.state_rev and job.transport != "remote"
 
 
 def event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, bytes, bool]:
@@ -2868,18 +2896,21 @@ def _deliver(registry: Registry, settings: Settings, job_id: str, attempts: int,
     broker = broker_of(settings, registry.job(job_id))
     if broker is None:
         return Delivery(not registry.owes(job_id), "no broker is set here (MQTT_BROKER)")
-    why, client_id = "", ""
+    why = ""
     for attempt in range(1, attempts + 1):
         with _job_lock(registry, job_id) as lock:
             lock.acquire(JOB_LOCK_WAIT_S)   # a stopped holder must not silence everybody else: go on without
             if not registry.owes(job_id):
                 return Delivery(True, "")
             try:
-                connection = open_sender(registry, broker, client_id)
-                client_id = connection.client_id       # a next try takes over what this one left on its way
-                _send_owed(registry, connection, job_id)
-                if sweep:
-                    _sweep(registry, settings, connection, job_id)
+                connection = open_sender(registry, broker)
+                try:
+                    _send_owed(registry, connection, job_id)
+                    if sweep:
+                        _sweep(registry, settings, connection, job_id)
+                except (BrokerError, MamError):
+                    registry.abandon_sender(connection.client_id)      # the next to send takes it over
+                    raise
                 close_sender(registry, connection)
                 return Delivery(True, "")
             except BrokerError as error:
@@ -2924,7 +2955,7 @@ def record(registry: Registry, settings: Settings, job_id: str, request: str, *,
                                **(extra or {})})
 
 
-def warn_public_broker(settings: Settings, broker: Optional[Broker]) -> None:
+def warn_public_broker(broker: Optional[Broker]) -> None:
     """A public sandbox is used only when it is named, and never silently."""
     if broker and broker.host.lower().rstrip(".") in PUBLIC_BROKERS:
         sys.stderr.write("mam: WARNING: %s is a PUBLIC sandbox: anybody can read these jobs and publish to them.\n"
@@ -3023,9 +3054,15 @@ def ensure_daemon(registry: Registry, settings: Settings) -> DaemonInfo:
     return info
 
 
-def replace_daemon(registry: Registry, settings: Settings) -> None:
-    """Ask a daemon that cannot connect to make room, by a row, and start one that can."""
-    registry.set_meta("daemon_leave", utc_now())
+def ask_to_leave(registry: Registry, info: DaemonInfo) -> None:
+    """Ask this very daemon to leave, by a row; one that has come since takes it for no request to itself."""
+    registry.set_meta("daemon_leave", compact_json(info.process))
+    wake_daemon(registry)
+
+
+def replace_daemon(registry: Registry, settings: Settings, info: DaemonInfo) -> None:
+    """Ask a daemon that cannot connect to make room, and start one that can."""
+    ask_to_leave(registry, info)
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
         wake_daemon(registry)
@@ -3062,10 +3099,11 @@ def _deliver_event(registry: Registry, settings: Settings, job: Job, event_n: in
         if sent.sent or _daemon_can_send(daemon_info(registry), job):
             return sent
     sent = deliver(registry, settings, job.job_id, attempts, sweep=True)
-    if sent.sent and info.alive:
-        line = info.lines.get(job.wire)
+    now = daemon_info(registry)                    # as it is by now: it may have heard of the job only since
+    if sent.sent and info.alive and now.process == info.process:
+        line = now.lines.get(job.wire)
         if not line or line["final"] or line["failures"] >= REFUSED_TRY_COUNT:
-            replace_daemon(registry, settings)     # we could connect and it cannot
+            replace_daemon(registry, settings, now)     # we could connect and it cannot
         elif line["state"] != "up":
             wake_daemon(registry)                  # the broker is back: it need not wait for its next try
     return sent
@@ -3154,7 +3192,8 @@ class Dialer:
     """A connect in a thread of its own: a broker that does not answer holds up no beat and no deadline.
 
     Before it, the sessions of dead senders are taken over and closed, so that nothing of theirs
-    arrives behind ours. The thread touches nothing but this object; its end is seen by `done`.
+    arrives behind ours; without a `client_id` that is all. The thread touches nothing but this
+    object; its end is seen by `done`.
     """
 
     def __init__(self, broker: Broker, client_id: str, dead: Sequence[str], wake: Callable[[], None]):
@@ -3162,6 +3201,7 @@ class Dialer:
         self.connection: Optional[Connection] = None
         self.error: Optional[BrokerError] = None
         self.fenced: List[str] = []
+        self.done = False
         self._broker, self._client_id, self._dead, self._wake = broker, client_id, dead, wake
         self._thread = threading.Thread(target=self._dial, daemon=True)
         self._thread.start()
@@ -3171,33 +3211,30 @@ class Dialer:
             for name in self._dead:
                 Connection(self._broker, name).close()
                 self.fenced.append(name)
-            self.connection = Connection(self._broker, self._client_id, DAEMON_WINDOW)
+            if self._client_id:
+                self.connection = Connection(self._broker, self._client_id, DAEMON_WINDOW)
         except BrokerError as error:
             self.error = error
         except Exception as error:      # whatever it is, it must reach the daemon and not end unseen
             self.error = BrokerError("connecting failed: %s: %s" % (type(error).__name__, error))
+        self.done = True
         self._wake()
-
-    @property
-    def done(self) -> bool:
-        return self.connection is not None or self.error is not None
 
 
 class _Sending:
     """What of one job is on its way over a line."""
 
-    __slots__ = ("cursor", "flying", "state_flies", "queued", "blocked_until", "losses")
+    __slots__ = ("cursor", "flying", "queued", "blocked_until", "losses")
 
     def __init__(self) -> None:
         self.cursor = 0             # key of the last event posted on this connection
         self.flying = 0             # messages not yet acknowledged
-        self.state_flies = False
         self.queued = False         # waiting for its turn in the line's queue
         self.blocked_until = 0.0    # held back: it seems to be what kills the connection
         self.losses = 0             # how often the connection was lost with it alone on its way
 
 
-_Parcel = namedtuple("_Parcel", "kind job_id event revision")     # kind: event, state, clear, other
+_Parcel = namedtuple("_Parcel", "kind job_id event revision")     # kind: event, state, clear
 
 
 class Line:
@@ -3218,6 +3255,9 @@ class Line:
         self._registry, self._settings, self._wake = registry, settings, wake
         self._client_id = ""                        # kept for life: each connection takes over the one before
         self._dialer: Optional[Dialer] = None
+        self._fencer: Optional[Dialer] = None       # ends sessions of senders that died while we are connected
+        self._dead: List[str] = []                  # client ids of dead senders, ours to end
+        self._left_on_way = False                   # our client id may still have bytes on an older connection
         self._retry_at = 0.0
         self._queue: Any = deque()                  # job ids with something to send, in turn
         self._jobs: Dict[str, _Sending] = {}
@@ -3227,6 +3267,7 @@ class Line:
         self._one_by_one = 0                        # after a loss: this many acknowledgements one at a time
         self._memory: Optional[MemoryCheck] = None
         self._blocked: set = set()
+        self._doubtful: set = set()                 # jobs whose state was on its way when the connection was lost
 
     @property
     def state(self) -> str:
@@ -3258,6 +3299,9 @@ class Line:
     def turn(self, now: float) -> None:
         """One step of everything; never raises for a broker's sake."""
         try:
+            self.inbox.note_unheard()
+            if self._fencer:
+                self._fenced()
             if self.connection:
                 self._work(now)
             elif self._dialer:
@@ -3268,23 +3312,49 @@ class Line:
             self._lost(error, now)
 
     def _dial(self) -> None:
-        dead = [name for name in dead_senders(self._registry, self.broker) if name != self._client_id]
-        self._client_id = self._client_id or (dead.pop() if dead else new_client_id(self.broker))
+        self._owe_doubtful()
+        self._dead += take_over_dead(self._registry, self.broker, self._client_id)
+        if not self._client_id and self._dead:
+            self._client_id, self._left_on_way = self._dead.pop(), True
+        self._client_id = self._client_id or new_client_id(self.broker)
         self._registry.add_sender(self._client_id, broker_address(self.broker), identity_of(os.getpid()))
-        self._dialer = Dialer(self.broker, self._client_id, dead, self._wake)
+        self._dialer = Dialer(self.broker, self._client_id, list(self._dead), self._wake)
+
+    def fence(self) -> None:
+        """End the sessions of senders that died while we are connected."""
+        if self.connection and not self._fencer:
+            self._dead += take_over_dead(self._registry, self.broker, self._client_id)
+            if self._dead:
+                self._fencer = Dialer(self.broker, "", list(self._dead), self._wake)
+
+    def _fenced(self) -> None:
+        fencer = self._fencer
+        if not fencer or not fencer.done:
+            return
+        self._fencer = None
+        self._forget_dead(fencer)
+        if fencer.fenced:      # what they had on the way may have arrived behind newer news of ours
+            self._registry.owe_retained_again(utc_before(REPUBLISH_S))
+            for job_id in self._registry.jobs_owing(100000):
+                self.enqueue(job_id)
+
+    def _forget_dead(self, dialer: Dialer) -> None:
+        for name in dialer.fenced:
+            self._registry.drop_sender(name)
+            self._dead.remove(name)
 
     def _answered(self, now: float) -> None:
         dialer = self._dialer
         if not dialer or not dialer.done:
             return
         self._dialer = None
-        for name in dialer.fenced:
-            self._registry.drop_sender(name)
+        self._forget_dead(dialer)
         if dialer.connection is None:
             raise dialer.error or BrokerError("no connection")
         self.connection, self.why, self.final = dialer.connection, "", False
         self.connects += 1
         self.failures = 0
+        self._left_on_way = False
         self._last_ack = now
         self._memory = MemoryCheck.begin(self._registry, self._settings, self.connection)
         self.inbox.connected()
@@ -3296,23 +3366,28 @@ class Line:
         """The connection is gone, or could not be made: forget it, and plan the next try."""
         if self.connection:
             self.connection.close()
+            self._left_on_way = bool(self._flight)
             self._suspect(now)
         self.connection, self._dialer, self._memory = None, None, None
-        self.inbox.disconnected()
-        for parcel in self._flight.values():
-            if parcel.kind == "state":
-                self._registry.unsend(parcel.job_id)
+        self._doubtful.update(parcel.job_id for parcel in self._flight.values() if parcel.kind == "state")
         self._flight.clear()
         self._acks.clear()
         self._queue.clear()
         for sending in self._jobs.values():
-            sending.cursor, sending.flying, sending.state_flies, sending.queued = 0, 0, False, False
+            sending.cursor, sending.flying, sending.queued = 0, 0, False
         self.failures += 1
         if error.why != self.why:
             log("%s" % error.why)
         self.why, self.final = error.why, error.final and self.failures >= REFUSED_TRY_COUNT
         pause = REFUSED_PAUSE_S if self.final else backoff_s(self.failures)
         self._retry_at = now + pause
+        self.inbox.disconnected()
+
+    def _owe_doubtful(self) -> None:
+        """Owe again the states that a lost connection may still hold; kept in mind until that is committed."""
+        for job_id in list(self._doubtful):
+            self._registry.unsend(job_id)
+            self._doubtful.discard(job_id)
 
     def _suspect(self, now: float) -> None:
         """Single out a message at which the connection is lost again and again: its job waits, the others go on."""
@@ -3329,12 +3404,13 @@ class Line:
                 parcels[0].job_id, parcels[0].event.seq))
 
     def close(self) -> None:
-        """Leave in good order, if nothing is on its way."""
+        """Leave in good order. A name under which something may still be on its way is left to the next sender."""
+        self._owe_doubtful()
         if self.connection:
             self.connection.close()
-            if not self._flight:
-                self._registry.drop_sender(self._client_id)
-        elif not self._dialer:
+        for name in self._dead + ([self._client_id] if self._flight or self._left_on_way else []):
+            self._registry.abandon_sender(name)
+        if not self._flight and not self._left_on_way:
             self._registry.drop_sender(self._client_id)
 
     # -- sending ----------------------------------------------------------------------
@@ -3385,8 +3461,6 @@ class Line:
                 continue
             sending.flying -= 1
             sending.losses = 0
-            if parcel.kind == "state":
-                sending.state_flies = False
             if sending.flying == 0:
                 self.enqueue(parcel.job_id)
 
@@ -3422,7 +3496,6 @@ class Line:
             self.enqueue(job_id)
         elif not sending.flying and owes_state(job):
             self._post(_Parcel("state", job_id, None, job.state_rev), state_message(job))
-            sending.state_flies = True
         elif not sending.flying:
             del self._jobs[job_id]           # nothing of it is owed: forget it until there is
 
@@ -3454,7 +3527,7 @@ class MemoryCheck:
 
     @classmethod
     def begin(cls, registry: Registry, settings: Settings, connection: Connection) -> Optional[MemoryCheck]:
-        job = registry.last_sent_state()
+        job = registry.last_sent_state(broker_address(connection.broker))
         if job is None or broker_of(settings, job) != connection.broker:
             return None
         topic, payload, _ = state_message(job)
@@ -3475,10 +3548,6 @@ class MemoryCheck:
         return True
 
 
-def owes_state(job: Job) -> bool:
-    return bool(job.last_seq) and job.state_sent < job.state_rev and job.transport != "remote"
-
-
 def utc_before(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
 
@@ -3488,20 +3557,25 @@ _log_times: Dict[str, float] = {}
 
 
 def log(text: str) -> None:
-    """A line in daemon.log; the same line at most once a minute. The file is capped on this path."""
+    """A line in daemon.log; the same line at most once a minute. The file is capped on this path.
+
+    Its disk may be the full one, which is when there is something to say: that must not end the daemon.
+    """
     now = time.monotonic()
     if now - _log_times.get(text, -60.0) < 60.0:
         return
     if len(_log_times) > 1000:
         _log_times.clear()
     _log_times[text] = now
-    if _log_path and os.fstat(2).st_size > LOG_CAP_BYTES:
-        os.replace(_log_path, _log_path + ".1")
-        descriptor = os.open(_log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-    sys.stderr.write("%s %s\n" % (utc_now(), text))
-    sys.stderr.flush()
+    try:
+        if _log_path and os.fstat(2).st_size > LOG_CAP_BYTES:
+            os.replace(_log_path, _log_path + ".1")
+            descriptor = os.open(_log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+        os.write(2, ("%s %s\n" % (utc_now(), text)).encode("utf-8", "replace"))
+    except OSError:
+        pass   # there is nowhere else to say it
 
 
 class Inbox:
@@ -3513,6 +3587,7 @@ class Inbox:
         self.subscribed: set = set()                          # job ids whose topics are granted
         self.refused: set = set()
         self.changed: set = set()                             # jobs whose clocks are to be looked at anew
+        self._unheard: set = set()                            # no longer subscribed, and not yet noted
         self._waiting: List[Dict[str, Any]] = []              # verified events, not yet stored
         self._asked: Dict[int, List[str]] = {}                # SUBSCRIBE's mid: the jobs in it
         self._topics: Dict[str, Tuple[str, str, str]] = {}    # topic: (job id, prefix, kind)
@@ -3528,10 +3603,16 @@ class Inbox:
         self.refused.clear()
 
     def disconnected(self) -> None:
-        if self.subscribed:
-            self._registry.mark_subscribed(sorted(self.subscribed), None)
-            self.changed.update(self.subscribed)
+        self._unheard |= self.subscribed
         self.connected()
+        self.note_unheard()
+
+    def note_unheard(self) -> None:
+        """Stop the clocks of jobs that are no longer subscribed; kept in mind until that is committed."""
+        if self._unheard:
+            self._registry.mark_subscribed(sorted(self._unheard), None)
+            self.changed |= self._unheard
+            self._unheard = set()
 
     def watch(self, jobs: Sequence[Job]) -> None:
         """Bring the subscriptions in line with the open remote jobs of this line."""
@@ -3673,8 +3754,6 @@ def limits_of(job: Job, beat: Optional[Beat], watched_s: float, subscribed_s: Op
     if in_hand is None:
         in_hand = elapsed_s(job.claimed_mono, job.claimed_at)
     if in_hand is None:
-        in_hand = elapsed_s(job.started_mono, job.started_at)      # a worker that took it without a claim
-    if in_hand is None:
         return []                               # nobody has it yet: an unclaimed queue waits without a deadline
     limits = [_Limit(job.timeout_sec - in_hand, "deadline_timeout", "no end within %gs" % job.timeout_sec)]
     if job.transport == "remote":
@@ -3718,13 +3797,7 @@ class Clock:
 
     def refresh(self, jobs: Sequence[Job], beats: Dict[str, Beat], now: float) -> None:
         """Take in changed jobs, and the beats as they are."""
-        for job_id in set(self.beats) - set(beats):
-            self._due.pop(("beat", job_id), None)
-        for job_id, beat in beats.items():
-            if self.beats.get(job_id) != beat:
-                age = elapsed_s(beat.touched_mono, beat.touched_at) or 0.0
-                self._plan("beat", job_id, now + max(0.0, beat.period_s - age))
-        self.beats = beats
+        before, self.beats = self.beats, beats
         for job in jobs:
             if job.status in TERMINAL_STATUSES:
                 self.jobs.pop(job.job_id, None)
@@ -3735,6 +3808,17 @@ class Clock:
             if self._began.get(job.job_id, (0, 0.0))[0] != job.attempt_id:
                 self._began[job.job_id] = (job.attempt_id, now)
             self._plan_deadline(job, now)
+        for job_id in set(before) - set(beats):
+            self._due.pop(("beat", job_id), None)
+        for job_id, beat in beats.items():
+            if before.get(job_id) != beat and not self._is_remote(job_id):
+                age = elapsed_s(beat.touched_mono, beat.touched_at) or 0.0
+                self._plan("beat", job_id, now + max(0.0, beat.period_s - age))
+
+    def _is_remote(self, job_id: str) -> bool:
+        """Whether a beat is one we heard: its runner gives it, and would seem to live for ever if we did."""
+        job = self.jobs.get(job_id)
+        return job is not None and job.transport == "remote"
 
     def _plan(self, kind: str, job_id: str, when: float) -> None:
         import heapq
@@ -3783,10 +3867,8 @@ class Clock:
             watch = json.loads(beat.watch) if beat.watch else {}
             alive = is_alive(watch) if watch else True
             if alive is False:
-                self._registry.drop_beat(beat.job_id, beat.attempt_id)
-                self._registry.note(beat.job_id, "beat_stopped", "daemon",
-                                    "the watched process %d has ended" % watch["pid"])
-                self.beats.pop(beat.job_id, None)
+                self._registry.drop_beat(beat, "the watched process %d has ended" % watch["pid"])
+                self.beats.pop(beat.job_id, None)        # what was armed anew comes back with the next look
             elif alive and not (watch and is_stopped(watch["pid"])):
                 living.append(beat)      # (None: in another pid namespace, where `_beat` stands beside it)
         if living:
@@ -3916,6 +3998,9 @@ class Daemon:
                     if is_left_behind(run):
                         spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
                                    supervisor_log(self._registry))
+                self._enqueue(self._registry.jobs_by_id(self._registry.jobs_owing(1000)))
+                for line in self._lines.values():
+                    line.fence()
             self._describe()
         except MamError as error:
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
@@ -3954,11 +4039,15 @@ class Daemon:
         for line in self._lines.values():
             line.inbox.forget_keys(changed)
             line.inbox.watch(remote)
-            if line.connection:
-                for job in jobs:
-                    if job.wire and line.carries(job):
-                        line.enqueue(job.job_id)
+        self._enqueue(jobs)
         self._cursor = cursor        # last: if anything failed on the way, all of it is looked at again
+
+    def _enqueue(self, jobs: Sequence[Job]) -> None:
+        """Have sent what jobs owe: seen by a new line in the log, or (owed again) by nothing but the debt."""
+        for line in self._lines.values():
+            for job in jobs if line.connection else ():
+                if job.wire and line.carries(job):
+                    line.enqueue(job.job_id)
 
     def _wait(self) -> None:
         """Until a wake, something on a connection, the next thing due, or a quarter of a second."""
@@ -4013,16 +4102,19 @@ class Daemon:
         return any(not line.final for line in self._lines.values())
 
     def _asked_to_leave(self) -> bool:
-        if self._registry.meta("daemon_leave") is None:
-            return False
-        self._registry.set_meta("daemon_leave", None)
-        return True
+        asked = self._registry.meta("daemon_leave")
+        if asked is not None:
+            self._registry.set_meta("daemon_leave", None)
+        return asked == compact_json(self._me)      # (another: it died before it could obey)
 
     def _leave(self, whatever: bool = False) -> bool:
         """Unlock, look again, take it back if something came in between: no row is left without a daemon."""
         import fcntl
         self._registry.set_meta("daemon", None)
         self._described = ""
+        if whatever:       # before the next one may dial: it is to find what we leave on the way
+            for broker in list(self._lines):
+                self._lines.pop(broker).close()
         fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
         if whatever or not self._registry.has_work(self._can_send(), compact_json(self._me)):
             return True
@@ -4494,7 +4586,7 @@ class Run:
             return False
 
     def _complain(self, what: str) -> None:
-        """A line for daemon.log. Its disk may be the full one: that must not end the command's keeper."""
+        """A line for daemon.log. Its disk may be the full one: that must not end the command's supervisor."""
         try:
             os.write(2, ("%s mam _run %s: %s\n" % (utc_now(), self._job.job_id, what)).encode("utf-8", "replace"))
         except OSError:
@@ -4954,7 +5046,7 @@ class Supervisor:
         if status == 0:
             return ""
         if status is None:
-            return None          # no longer wanted, or the wall clock: the keeper closes the job for it
+            return None          # no longer wanted, or the wall clock: the daemon closes the job for it
         with open(path, "rb") as written:
             written.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
             last = last_line(self._settings, written.read())
@@ -5070,7 +5162,7 @@ def status_word(job: Job) -> str:
     return "%s (%s)" % (job.status, job.reason) if job.reason not in (None, job.status) else job.status
 
 
-def job_line(job: Job, beat: Optional[Beat]) -> str:
+def job_line(job: Job) -> str:
     """`mam list`: v4's columns first (id, status, session), then age and title."""
     return "%s  %-10s  %-16s  %-7s  %s" % (
         job.job_id, job.phase or job.status, job.agent_session, format_duration(
@@ -5408,7 +5500,7 @@ def cmd_delegate(args: Any) -> int:
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
     preflight(settings, args.agent_session, args.command, workdir)
     block = None if args.broker is None else parse_broker_flag(args.broker)
-    warn_public_broker(settings, broker_settings(settings, block))
+    warn_public_broker(broker_settings(settings, block))
     with Registry(settings.registry_dir, create=True) as registry:
         job = registry.register(record_)
         try:
@@ -5603,10 +5695,16 @@ def cmd_beat(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     with Registry(settings.registry_dir) as registry:
         beat = registry.beat(args.job)
-        while beat and beat.watch and is_alive(json.loads(beat.watch)) and registry.touch_beat(
-                args.job, beat.attempt_id):
-            time.sleep(beat.period_s)
-            beat = registry.beat(args.job)
+        while beat and beat.watch and is_alive(json.loads(beat.watch)):
+            try:
+                if not is_stopped(json.loads(beat.watch)["pid"]):
+                    registry.touch_beat(args.job, beat.attempt_id)
+                time.sleep(beat.period_s)
+                beat = registry.beat(args.job)
+            except MamError as error:      # busy, or a full disk: that is no death of the agent's
+                if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
+                    raise
+                time.sleep(1.0)
     return Exit.OK
 
 
@@ -5772,7 +5870,7 @@ def cmd_list(args: Any) -> int:
     elif not jobs:
         _out("(no jobs)")
     else:
-        sys.stdout.write("".join([job_line(job, None) + "\n" for job in jobs]))
+        sys.stdout.write("".join([job_line(job) + "\n" for job in jobs]))
     return Exit.OK
 
 
@@ -6133,11 +6231,11 @@ def cmd_daemon(args: Any) -> int:
 
 def _stop_daemon(registry: Registry) -> int:
     """Ask by a row, never by a signal, and wait until the lock is free."""
-    if not daemon_info(registry).alive:
+    info = daemon_info(registry)
+    if not info.alive:
         _say("no daemon runs")
         return Exit.OK
-    registry.set_meta("daemon_leave", utc_now())
-    wake_daemon(registry)
+    ask_to_leave(registry, info)
     with FileLock(lock_path(registry)) as lock:
         if not lock.acquire(5.0):
             raise MamError("the daemon does not leave within 5s", exit=Exit.TIMEOUT, code="stuck",

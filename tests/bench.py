@@ -549,6 +549,16 @@ class Look:
             "SELECT 1 FROM jobs WHERE wire IS NOT NULL AND last_seq > 0 AND transport <> 'remote' "
             "AND state_sent < state_rev LIMIT 1"))
 
+    def spread_beats(self, period_s: int) -> None:
+        """Spread the beats evenly over the period, as those of jobs that were begun at any time are."""
+        rows = self.database.execute("SELECT job_id, touched_mono FROM beats").fetchall()
+        now = time.monotonic()
+        self.database.execute("BEGIN")
+        self.database.executemany("UPDATE beats SET touched_mono = ? WHERE job_id = ?", [
+            (f"{mono.split()[0]} {now - period_s * number / len(rows):.3f}", job_id)
+            for number, (job_id, mono) in enumerate(rows)])
+        self.database.execute("COMMIT")
+
     def oldest_beat_s(self) -> float:
         """The age of the oldest sign of life. Instants are a boot id and a monotonic time."""
         rows = self.database.execute("SELECT touched_mono FROM beats").fetchall()
@@ -587,6 +597,7 @@ def armed(bench: Bench, module: Path, servers: Sequence[Broker], jobs: int, peri
         bench.make(module, registry, [new_job(name, wire=address(wire), heartbeat_sec=period_s, workdir="/tmp")
                                       for name in names], armed=names)
         look = Look(registry)
+        look.spread_beats(period_s)
         with bench.daemon(registry, wire) as process:
             wait_until(lambda: look.one("SELECT 1 FROM meta WHERE key = 'daemon'") and not look.owes())
             time.sleep(2)                       # the start is over, and what it left behind

@@ -474,10 +474,10 @@ def test_the_longest_secret_goes_first() -> None:
     ("127.0.0.1", False), ("my-broker.hivemq.com.internal", False)])
 def test_a_public_sandbox_is_never_used_in_silence(host: str, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Anybody can read there what is being worked on, and publish to it."""
-    program.warn_public_broker(settings_of(), program.broker_settings(settings_of(MQTT_BROKER=host)))
+    program.warn_public_broker(program.broker_settings(settings_of(MQTT_BROKER=host)))
     out, err = capsys.readouterr()
     assert out == "" and ("WARNING" in err and "PUBLIC" in err and host in err if warned else err == "")
-    program.warn_public_broker(settings_of(), None)
+    program.warn_public_broker(None)
     assert capsys.readouterr() == ("", "")
 
 

@@ -235,6 +235,57 @@ def test_a_state_that_arrives_late_from_a_living_daemon_is_put_right(post: Post,
     assert_ends_right(post, broker, job)
 
 
+DEAD = {"pid": 1, "start": "0", "boot": "another", "ns": ""}
+
+
+def senders(post: Post) -> List[str]:
+    return [row[0] for row in post.rows("SELECT client_id FROM senders")]
+
+
+def test_a_dead_sender_is_remembered_until_its_session_is_ended(post: Post, mam: Mam, mosquitto: Broker,
+                                                                proxy: Any) -> None:
+    """Lost: the fence before what a killed sender left on its way, because the first try to connect failed."""
+    way = proxy(mosquitto)
+    mam.env = way.env(mosquitto)
+    job = post.add(unique("fence"))
+    with post.registry() as registry:
+        registry.add_sender("mam-dead", "%(MQTT_BROKER)s:%(MQTT_PORT)s" % mam.env, DEAD)
+    post.say(job, "started")
+    way.refuse()
+    alone = mam.without_daemon()
+    alone("publish", job, "--event", "progress", "--attempts", 1, check=2)
+    assert senders(post) == ["mam-dead"]
+    way.accept()
+    alone("publish", job, "--event", "progress", check=0)
+    assert senders(post) == []
+
+
+def test_a_dead_sender_is_taken_over_by_one_of_many(post: Post, mam: Mam, broker: Broker) -> None:
+    """Lost: news of all who publish at once behind a dead sender, for they throw each other off the broker."""
+    mam.env = broker.env()
+    jobs = [unique("many%d" % number) for number in range(12)]
+    post.add(*jobs)
+    with post.registry() as registry:
+        registry.add_sender(unique("mam-dead"), "%(MQTT_BROKER)s:%(MQTT_PORT)s" % mam.env, DEAD)
+    alone = mam.without_daemon()
+    runs = [alone.popen("publish", job, "--event", "started", "--attempts", 1) for job in jobs]
+    assert [run.wait().code for run in runs] == [0] * len(jobs)
+    assert senders(post) == []
+
+
+def test_a_sender_that_dies_beside_a_connected_daemon_is_ended(post: Post, mam: Mam, broker: Broker) -> None:
+    """Lost: the daemon's leave; it stayed for ever for a dead publisher's name."""
+    mam.env = broker.env()
+    job = post.add(unique("beside"))
+    post.say(job, "completed")
+    run = post.run()
+    post.wait_line()
+    with post.registry() as registry:
+        registry.add_sender(unique("mam-dead"), "%(MQTT_BROKER)s:%(MQTT_PORT)s" % mam.env, DEAD)
+    assert run.wait(30).code == 0
+    assert senders(post) == [] and post.owed() == 0
+
+
 def test_a_flood_of_one_job_holds_up_no_other(post: Post, mam: Mam, nats: Broker,
                                               observe: Callable[..., Observer]) -> None:
     """Lost: hours, by a job whose one event waits behind another's five thousand."""
@@ -258,6 +309,20 @@ def test_a_flood_of_one_job_holds_up_no_other(post: Post, mam: Mam, nats: Broker
     post.wait_sent(timeout=60)
     poll(lambda: len(seqs(watcher, flood)) == 5000, 60, "the flood")
     assert seqs(watcher, flood) == list(range(1, 5001))
+
+
+def test_what_is_owed_again_by_somebody_else_is_sent(post: Post, mam: Mam, broker: Broker) -> None:
+    """Lost: the state of an ended job, put right by nobody when a publisher's older one was acknowledged last."""
+    mam.env = broker.env()
+    job = post.add(unique("again"))
+    post.say(job, "completed")
+    run = post.run()
+    post.wait_sent(job)
+    with post.registry() as registry:
+        registry.mark_sent(states=[(job, 0)])          # a late acknowledgement
+    post.wait_sent(job)
+    assert run.wait(30).code == 0, "nothing is left to do"
+    assert_ends_right(post, broker, job)
 
 
 def test_an_event_the_broker_will_not_have_blocks_nobody_else(post: Post, mam: Mam, own_broker: Any) -> None:
@@ -538,6 +603,20 @@ def test_arming_again_replaces_and_watches_the_new_process_alone(post: Post, mam
     poll(lambda: not beats(post, job), UP_S, "the beat ends with the second")
 
 
+def test_a_beat_armed_anew_survives_the_end_of_the_old_process(post: Post, sleeper: Any) -> None:
+    """Lost: an agent restarted at the very moment at which the daemon found its first process dead."""
+    job, first, second, mod = post.add("j"), sleeper(), sleeper(), post.module
+    post.say(job, "started", fields={"heartbeat_sec": 1, "watch": mod.identity_of(first.pid)})
+    first.kill()
+    first.wait()
+    with post.registry() as registry:
+        clock = mod.Clock(registry, mod.load_settings(str(registry.directory)), lambda _job: False)
+        clock.refresh(registry.open_jobs(), registry.beats(), time.monotonic())
+        post.say(job, "started", fields={"heartbeat_sec": 1, "watch": mod.identity_of(second.pid)})
+        clock.turn(time.monotonic() + 2)
+        assert registry.beat(job) and "beat_stopped" not in post.notes(job)
+
+
 def test_an_ended_attempt_arms_nothing(post: Post, mam: Mam, sleeper: Any) -> None:
     """Lost: the end, by a worker that says `started` once more when all is over."""
     job = post.add("j")
@@ -640,6 +719,27 @@ def test_a_host_that_slept_closes_nobody_when_it_wakes(post: Post) -> None:
     woken = time.time()
     assert post.wait_status("j", "error").reason == "unresponsive"
     assert ended_after(post, "j", woken) >= 2.8, "idle starts anew"
+
+
+@pytest.mark.parametrize("word", ["started", "set"])
+def test_a_job_taken_without_a_claim_has_clocks_that_no_clock_change_moves(
+        post: Post, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """Lost: living work, closed because the host's clock was put forward; or a running job that nobody watches."""
+    job, mod = post.add("j"), post.module
+    post.say(job, word, fields={"status": "running"})
+    later = time.time() + 7200
+    monkeypatch.setattr(mod.time, "time", lambda: later)
+    limits = mod.limits_of(post.job(job), None, 0.0, None)
+    assert len(limits) == 2 and all(limit.left_s > 0 for limit in limits)
+
+
+def test_a_new_attempt_does_not_show_what_the_old_one_said(post: Post) -> None:
+    """Lost: trust in the overview, that asked a human for a permission which nobody waits for any more."""
+    job = post.add("j")
+    post.say(job, "permission_required", "may I?")
+    with post.registry() as registry:
+        again = registry.transition(job, "redispatch", source="operator", fields={"force": True}).job
+    assert (again.last_event, again.last_event_at, again.detail) == (None, None, None)
 
 
 def test_a_new_daemon_gives_everybody_their_idle_time(post: Post) -> None:
@@ -937,6 +1037,29 @@ def test_an_old_state_again_and_again_is_no_life(post: Post, mam: Mam, mosquitto
     assert post.job(far.job).reason == "unresponsive"
 
 
+def test_only_a_remote_runner_beats_for_its_job(post: Post, mam: Mam, mosquitto: Broker,
+                                                observe: Callable[..., Observer]) -> None:
+    """Lost: the death of a remote host, hidden by beats that our own daemon makes up; and numbers used twice."""
+    mam.env = mosquitto.env()
+    far = Far(post, unique("beats"), idle_timeout_sec=2.0, heartbeat_sec=0.3)
+    post.run()
+    far.wait_subscribed()
+    sender = observe(mosquitto, None)
+    far.send(sender, 1, "started")
+    far.send(sender, 2, "progress", "heartbeat", data={"since": 1})
+    job = post.wait_status(far.job, "error")
+    assert job.reason == "unresponsive" and post.numbers(far.job) == [1, 2]
+
+
+def test_a_beat_that_is_heard_first_counts_as_started(far: Far, post: Post, broker: Broker,
+                                                      observe: Callable[..., Observer]) -> None:
+    """Lost: a living remote job, closed as blocked because its `started` went missing."""
+    post.run()
+    far.wait_subscribed()
+    far.send(observe(broker, None), 2, "progress", "heartbeat", data={"since": 1})
+    assert post.wait_status(far.job, "running").last_event_mono
+
+
 def test_a_refused_subscription_is_seen_and_closes_nobody(post: Post, mam: Mam, own_broker: Any) -> None:
     """Lost: knowing why nothing is heard of a remote job; and the job, given up for a right that is missing."""
     broker = own_broker("nats", user="host", password="secret-word",
@@ -1011,6 +1134,19 @@ def test_status_stop_and_run_say_what_is(post: Post, mam: Mam, mosquitto: Broker
     mam("daemon", "stop", check=0)
     assert run.wait().code == 0
     assert mam("daemon", check=1).stdout == "no daemon runs\n"
+
+
+def test_a_request_to_leave_that_came_too_late_drives_out_no_other(post: Post, mam: Mam) -> None:
+    """Lost: all beats of a host until its next command, because a request to a daemon that had died was obeyed."""
+    job = post.add("j")
+    post.say(job, "started")
+    with post.registry() as registry:
+        registry.set_meta("daemon_leave", json.dumps({"pid": 1, "start": "0", "boot": "another", "ns": ""}))
+    run = post.run()
+    post.wait_look(3)
+    assert run.code is None
+    mam("daemon", "stop", check=0)
+    assert run.wait().code == 0
 
 
 @pytest.mark.parametrize("count", [2, 16])
@@ -1165,6 +1301,23 @@ for number in range(3000):
 """, mam.folder / "some.log")
     assert (mam.folder / "some.log").stat().st_size < 21000
     assert b"complaint 2999" in (mam.folder / "some.log").read_bytes()
+
+
+def test_a_log_that_cannot_be_written_ends_no_daemon(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: every beat and deadline of a host, because its disk was too full to say that it is full."""
+    mam.env = mosquitto.env()
+    job = post.add(unique("full"))
+    post.say(job, "started")
+    with open("/dev/full", "w") as full:
+        run = subprocess.Popen(mam.argv("daemon", "run"), env=mam.environment(), stderr=full,
+                               cwd=mam.workspace)
+    try:
+        post.wait_line()
+        post.wait_sent(job)
+        assert run.poll() is None
+    finally:
+        run.kill()
+        run.wait()
 
 
 def test_a_daemon_of_an_older_build_is_shown(post: Post, mam: Mam) -> None:
