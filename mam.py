@@ -2141,11 +2141,16 @@ class Registry:
 
         Answers a word for each: accepted, filled (a hole), duplicate, replayed, late, conflict.
         """
+        open_: Dict[str, Tuple[Job, Dict[str, Any]]] = {}     # jobs as they are by now, and what of it is unwritten
         with self.write():
-            return [self._take_in_event(payload) for payload in messages]
+            words = [self._take_in_event(payload, open_) for payload in messages]
+            for job, changes in open_.values():
+                self._update_job(job, changes)
+        return words
 
-    def _take_in_event(self, payload: Dict[str, Any]) -> str:
-        job, data, text = self.job(payload["job_id"]), payload["data"], unsigned_text(payload)
+    def _take_in_event(self, payload: Dict[str, Any], open_: Dict[str, Tuple[Job, Dict[str, Any]]]) -> str:
+        job, unwritten = open_.get(payload["job_id"]) or (self.job(payload["job_id"]), {})
+        data, text = payload["data"], unsigned_text(payload)
         attempt, seq = data["attempt_id"], payload["seq"]
         known = self._execute("SELECT payload, source, n FROM events WHERE job_id = ? AND attempt_id = ? AND seq = ?",
                               (job.job_id, attempt, seq))
@@ -2174,7 +2179,13 @@ class Registry:
         self._insert_remote(job, payload, text, "remote")
         if fills and payload["event"] not in TERMINAL_EVENTS:
             return "filled"
-        if decision.verdict == "commit":
+        if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase):
+            changes = self._remote_changes(job, payload, decision)       # written once for the whole batch
+            open_[job.job_id] = (job._replace(**changes), {**unwritten, **changes})
+        elif decision.verdict == "commit":
+            if unwritten:
+                self._update_job(job, unwritten)
+            open_.pop(job.job_id, None)
             self._apply_remote(job, payload, decision)
         return "accepted"
 
@@ -2185,22 +2196,30 @@ class Registry:
             (job.job_id, payload["data"]["attempt_id"], payload["seq"], payload["event"], source,
              clean_text(payload["timestamp"])[:40], utc_now(True), clean_text(payload["detail"]), text, utc_now()))
 
-    def _apply_remote(self, job: Job, payload: Dict[str, Any], decision: Decision) -> None:
-        now, is_beat = utc_now(), payload["detail"] == "heartbeat" and "since" in payload["data"]
+    def _remote_changes(self, job: Job, payload: Dict[str, Any], decision: Decision) -> Dict[str, Any]:
+        """What an accepted event changes in its job's record."""
+        now, moment = utc_now(), instant()
+        is_beat = payload["detail"] == "heartbeat" and "since" in payload["data"]
         changes: Dict[str, Any] = {
             "status": decision.status, "phase": decision.phase, "transition_seq": job.transition_seq + 1,
-            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now}
+            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now,
+            "updated_at": now, "state_rev": job.state_rev + 1}
         if not (job.claimed_mono or job.delivered_mono):
-            changes.update(claimed_at=now, claimed_mono=instant())
+            changes.update(claimed_at=now, claimed_mono=moment)
         if is_beat:
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
-                          (job.job_id, job.attempt_id, job.heartbeat_sec, now, instant(), now, instant()))
+                          (job.job_id, job.attempt_id, job.heartbeat_sec, now, moment, now, moment))
         if not is_beat or not job.last_event_mono:       # a beat that comes first counts as `started` (DESIGN 6)
-            changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=instant(),
+            changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=moment,
                            detail=clean_text(payload["detail"]))
+        return changes
+
+    def _apply_remote(self, job: Job, payload: Dict[str, Any], decision: Decision) -> None:
+        changes = self._remote_changes(job, payload, decision)
         if decision.status in TERMINAL_STATUSES:
             reason = payload["data"].get("reason")
-            changes.update(finished_at=now, reason=reason if isinstance(reason, str) and is_name(reason) else None)
+            changes.update(finished_at=changes["updated_at"],
+                           reason=reason if isinstance(reason, str) and is_name(reason) else None)
         if decision.status in TERMINAL_STATUSES or decision.phase:
             self._end_attempt(job, payload["event"])
         self._update_job(job, changes)
@@ -2226,11 +2245,15 @@ class Registry:
                           (instant(), job.job_id))
             return "state_is_life"
 
-    def missing_numbers(self, job: Job) -> Optional[int]:
-        """The first number that is missing in the log of a job's current attempt; None if none is."""
-        rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq IS NOT NULL "
-                             "ORDER BY seq", (job.job_id, job.attempt_id))
-        expected = job.seq_base + 1
+    def missing_numbers(self, job: Job, whole: int = 0) -> Optional[int]:
+        """The first number that is missing in the log of a job's current attempt; None if none is.
+
+        Up to `whole`, none is known to be.
+        """
+        whole = max(whole, job.seq_base)
+        rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq > ? "
+                             "ORDER BY seq", (job.job_id, job.attempt_id, whole))
+        expected = whole + 1
         for seq, payload in rows:
             if seq != expected and not only_beats_between(payload, expected - 1):
                 return expected
@@ -2678,10 +2701,16 @@ class Connection:
 
     def pump(self, wait_s: float) -> None:
         """Let the client read, write and keep alive, waiting up to wait_s; BrokerError once the connection is lost."""
+        seen = len(self.received)
         try:
-            code = self._client.loop(max(0.0, min(wait_s, 0.5)))
+            code = self._client.loop(max(0.0, min(wait_s, 0.5)))     # reads one message
+            while code == 0 and seen < len(self.received) < INBOX_BATCH_COUNT:
+                seen = len(self.received)
+                code = self._client.loop_read()                      # and those behind it, to be stored at once
         except (OSError, ValueError) as error:
             raise BrokerError("the connection to %s broke: %s" % (self._address(), error)) from None
+        if self.received and (code != 0 or self._client._in_packet["remaining_length"] > MAX_INBOUND_BYTES):
+            return       # acknowledged already: they are taken first, and the next call tells of the trouble
         if self._client._in_packet["remaining_length"] > MAX_INBOUND_BYTES:
             raise BrokerError("%s sends a packet of %d bytes" % (
                 self._address(), self._client._in_packet["remaining_length"]))
@@ -3423,7 +3452,7 @@ class Line:
         self._settle(now)
         received, connection.received = connection.received, []
         if self._memory:
-            self._memory.look(received)
+            received = self._memory.look(received)
         self.inbox.take(received)
         if self._memory and self._memory.over(now):
             if self._memory.forgotten:
@@ -3533,10 +3562,11 @@ class MemoryCheck:
         topic, payload, _ = state_message(job)
         return cls(connection, topic, payload)
 
-    def look(self, received: Sequence[Tuple[str, bytes, bool]]) -> None:
-        for topic, payload, retained in received:
-            if retained and topic == self._topic and payload == self._payload:
-                self.forgotten = False
+    def look(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
+        """Look for the state among messages; those on other topics, for the inbox."""
+        if any(retained and topic == self._topic and payload == self._payload for topic, payload, retained in received):
+            self.forgotten = False
+        return [message for message in received if message[0] != self._topic]
 
     def over(self, now: float) -> bool:
         """Retained messages come right behind the SUBACK; a refused subscription proves nothing, so send again."""
@@ -3594,6 +3624,7 @@ class Inbox:
         self._keys: Dict[str, Dict[int, Tuple[str, str]]] = {}
         self._states: Dict[str, Tuple[float, Dict[str, Any]]] = {}
         self._holes: Dict[str, List[float]] = {}              # job id: [first seen, times asked]
+        self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is missing)
 
     def connected(self) -> None:
         """Nothing is subscribed on a new connection: a clean session restores nothing."""
@@ -3635,6 +3666,7 @@ class Inbox:
             for topic in gone:
                 self.subscribed.discard(self._topics.pop(topic)[0])
         self._keys = {job_id: keys for job_id, keys in self._keys.items() if job_id in wanted}
+        self._whole = {job_id: whole for job_id, whole in self._whole.items() if job_id in wanted}
 
     def forget_keys(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
@@ -3712,7 +3744,10 @@ class Inbox:
             raise Rejected("internal", "%s: %s" % (type(error).__name__, error)) from None
 
     def _look_for_hole(self, job_id: str) -> None:
-        missing = self._registry.missing_numbers(self._registry.job(job_id))
+        job = self._registry.job(job_id)
+        attempt, whole = self._whole.get(job_id, (0, 0))
+        missing = self._registry.missing_numbers(job, whole if attempt == job.attempt_id else 0)
+        self._whole[job_id] = (job.attempt_id, job.last_seq if missing is None else missing - 1)
         if missing is None:
             self._holes.pop(job_id, None)
         elif job_id not in self._holes:
@@ -3813,7 +3848,7 @@ class Clock:
         for job_id, beat in beats.items():
             if before.get(job_id) != beat and not self._is_remote(job_id):
                 age = elapsed_s(beat.touched_mono, beat.touched_at) or 0.0
-                self._plan("beat", job_id, now + max(0.0, beat.period_s - age))
+                self._plan_beat(beat, now + max(0.0, beat.period_s - age))
 
     def _is_remote(self, job_id: str) -> bool:
         """Whether a beat is one we heard: its runner gives it, and would seem to live for ever if we did."""
@@ -3825,6 +3860,11 @@ class Clock:
         if self._due.get((kind, job_id)) != when:
             self._due[(kind, job_id)] = when
             heapq.heappush(self._heap, (when, kind, job_id))
+
+    def _plan_beat(self, beat: Beat, when: float) -> None:
+        """A little early rather than late, so that the beats of a second share a commit and a look."""
+        grid = min(1.0, beat.period_s / 4)
+        self._plan("beat", beat.job_id, when // grid * grid)
 
     def _plan_deadline(self, job: Job, now: float) -> None:
         limits = self._limits(job, now)
@@ -3862,7 +3902,7 @@ class Clock:
         import json
         living = []
         for beat in due:      # first of all, so that a busy registry stops no beat for good
-            self._plan("beat", beat.job_id, now + beat.period_s)
+            self._plan_beat(beat, now + beat.period_s)
         for beat in due:
             watch = json.loads(beat.watch) if beat.watch else {}
             alive = is_alive(watch) if watch else True
@@ -5551,7 +5591,10 @@ def _caretaker(settings: Settings, clock: Callable[[], Optional[str]] = lambda: 
                follower: Optional[Follower] = None, jobs: Sequence[Job] = (),
                subscribed: Callable[[Job], None] = lambda job: None) -> Callable[[], Optional[str]]:
     """A follower's tick: its own clock, the daemon's life, and whether it hears remote jobs."""
-    registry = Registry(settings.registry_dir)      # not the follower's: one's own commits wake nobody
+    try:
+        registry = Registry(settings.registry_dir)      # not the follower's: one's own commits wake nobody
+    except MamError:
+        return clock                   # removed just now, which the follower itself will say
     ear = RemoteEar(registry, jobs, subscribed, _say)
     next_look = [0.0]
 
@@ -6211,7 +6254,7 @@ def cmd_daemon(args: Any) -> int:
     """The registry's daemon: it comes by itself when there is something to do, and leaves when there is not."""
     settings = load_settings(args.registry_dir)
     if args.action == "run":
-        with Registry(settings.registry_dir, create=True) as registry, FileLock(lock_path(registry)) as lock:
+        with Registry(settings.registry_dir) as registry, FileLock(lock_path(registry)) as lock:
             if not lock.acquire(0):
                 raise MamError("a daemon runs already", exit=Exit.REFUSED, code="daemon_runs", hint="mam daemon stop")
             raise_on_sigterm()
