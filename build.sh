@@ -219,9 +219,10 @@ def fill(cache, everything):
     if sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
         try:
             from bz2 import decompress
-        except ImportError:  # a Python built without it compiles
+            data = __loader__.get_data("bytecode.bz2")
+        except (ImportError, OSError):  # a Python built without bz2, an archive without room for it: compile
             return
-        write(cache + BYTECODE, decompress(__loader__.get_data("bytecode.bz2")))
+        write(cache + BYTECODE, decompress(data))
 
 
 def make_folder(path):
@@ -304,10 +305,11 @@ EOF
 # ---------------------------------------------------------------------------------------------------------
 mkdir -p "$(dirname "$out")"
 fresh=$(mktemp "$(dirname "$out")/.mam.pyz.XXXXXX")
-PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" <<'EOF'
+PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" \
+    "$max_bytes" <<'EOF'
 import ast, bz2, hashlib, importlib.util, marshal, posixpath, sys, zipfile, zlib
 
-shiv, main, slow, licence, out = sys.argv[1:]
+shiv, main, slow, licence, out, max_bytes = sys.argv[1:]
 
 with zipfile.ZipFile(shiv) as archive:
     members = {name: archive.read(name) for name in archive.namelist() if name.startswith("site-packages/")}
@@ -329,13 +331,17 @@ for name in modules:
         folder = posixpath.dirname(folder)
 # A hash-based .pyc (PEP 552), checked at each import: no time stamp that would differ from build to build.
 # Without what nobody reads there and what weighs half of it: column positions (PYTHONNODEBUGRANGES), and
-# docstrings but for those of the commands, which are their help.
+# annotations, and docstrings but for those of the commands, which are their help.
 source = members["site-packages/mam.py"]
 tree = ast.parse(source, "mam.py")
 for node in ast.walk(tree):
     documented = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, False) is not None
     if documented and not node.name.startswith("cmd_"):
         node.body[0].value = ast.copy_location(ast.Constant(0), node.body[0].value)
+    if isinstance(node, ast.FunctionDef):
+        node.returns = None
+    if isinstance(node, ast.arg):
+        node.annotation = None
 tag = sys.implementation.cache_tag
 bytecode = "site-packages/__pycache__/mam.%s.pyc" % tag
 members["bytecode.bz2"] = bz2.compress(
@@ -366,15 +372,24 @@ members["slow_start.py"] = launcher(slow)
 entries = [("__main__.py", launcher(main), zipfile.ZIP_STORED)]
 entries += [(name, members[name], zipfile.ZIP_DEFLATED) for name in sorted(members)]
 
-with open(out, "wb") as file:
-    file.write(b"#!/usr/bin/env python3\n")
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, data, method in entries:
-            info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            info.create_system = 3                   # Unix, which gives the mode below its meaning
-            info.external_attr = 0o100644 << 16
-            info.compress_type = method
-            archive.writestr(info, data, compresslevel=9)
+
+
+def write(entries):
+    with open(out, "wb") as file:
+        file.write(b"#!/usr/bin/env python3\n")
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data, method in entries:
+                info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+                info.create_system = 3                   # Unix, which gives the mode below its meaning
+                info.external_attr = 0o100644 << 16
+                info.compress_type = method
+                archive.writestr(info, data, compresslevel=9)
+        return file.tell()
+
+
+if write(entries) >= int(max_bytes):
+    sys.stderr.write("build.sh: no room for the bytecode: the first start on a host compiles, and takes longer\n")
+    write([entry for entry in entries if entry[0] != "bytecode.bz2"])
 EOF
 chmod 755 "$fresh"
 

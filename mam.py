@@ -113,6 +113,7 @@ JOB_LOCK_WAIT_S = 5.0                # a publisher waits this long for another o
 SWEEP_BUDGET_S = 1.0                 # spent on what other jobs owe, after one's own is sent
 POLL_S = 0.01                        # a follower's look at data_version costs 2 us
 CARE_S = 0.5                         # followers look this often whether the daemon lives
+PULSE_S = 30.0                       # `watch` tells at a terminal this often how a job is
 HOLE_WAIT_S = 2.0                    # readers wait this long for a missing number
 LOOK_S = 0.25                        # the daemon looks this often at the least: a wake can be lost
 TOUCH_S = 1.0                        # it touches its lock this often while its loop turns
@@ -5162,11 +5163,29 @@ def log_line(event: Event) -> str:
                                "%s #%d" % (event.event, event.seq), event.detail)
 
 
+def silence_s(job: Job) -> Optional[float]:
+    """Seconds since the last event: how long ago the job progressed."""
+    return elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
+
+
+def last_life_s(job: Job, beat: Optional[Beat]) -> Optional[float]:
+    """Seconds since the last sign of life: a beat or any event."""
+    ages = [silence_s(job), elapsed_s(beat.touched_mono, beat.touched_at) if beat else None]
+    known = [age for age in ages if age is not None]
+    return min(known) if known else None
+
+
+def signs_of_life(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
+    """Seconds since the last sign of life, and since the last progress: two things."""
+    life, silence = last_life_s(job, beat), silence_s(job)
+    return {"alive_s": life and round(life, 1), "progress_s": silence and round(silence, 1)}
+
+
 def _number(value: float) -> Any:
     return int(value) if value == int(value) else value
 
 
-def job_record(job: Job, prompt: str, show_secrets: bool = False) -> Dict[str, Any]:
+def job_record(job: Job, prompt: str, beat: Optional[Beat], show_secrets: bool = False) -> Dict[str, Any]:
     """A job as v4 wrote it, field for field, and what is new behind them."""
     import json
     hidden = "***"
@@ -5189,6 +5208,8 @@ def job_record(job: Job, prompt: str, show_secrets: bool = False) -> Dict[str, A
                  "last_event", "last_event_at", "detail", "parent_job", "workdir", "validate_cmd", "command",
                  "wire", "delivery", "exit_status"):
         record_[name] = getattr(job, name)
+    # The last progress is last_event_at; a sign of life may be later.
+    record_["alive_at"] = max([at for at in (job.last_event_at, beat and beat.touched_at) if at], default=None)
     return record_
 
 
@@ -5202,11 +5223,14 @@ def status_word(job: Job) -> str:
     return "%s (%s)" % (job.status, job.reason) if job.reason not in (None, job.status) else job.status
 
 
-def job_line(job: Job) -> str:
-    """`mam list`: v4's columns first (id, status, session), then age and title."""
-    return "%s  %-10s  %-16s  %-7s  %s" % (
+def job_line(job: Job, beat: Optional[Beat]) -> str:
+    """`mam list`: v4's columns first (id, status, session); of an open job, its signs of life; age and title."""
+    is_open = job.status in OPEN_STATUSES
+    ages = [_ago(age).replace(" ago", "") for age in (last_life_s(job, beat), silence_s(job))]
+    signs = "alive %s, progress %s" % tuple(ages) if is_open else ""
+    return "%s  %-10s  %-16s  %-7s  %-24s  %s" % (
         job.job_id, job.phase or job.status, job.agent_session, format_duration(
-            elapsed_s(None, job.created_at) or 0), job.title[:48])
+            elapsed_s(None, job.created_at) or 0), signs, job.title[:44])
 
 
 def table(heading: Sequence[str], body: Sequence[Sequence[str]], colour: bool) -> List[str]:
@@ -5217,18 +5241,6 @@ def table(heading: Sequence[str], body: Sequence[Sequence[str]], colour: bool) -
     if colour:
         lines[0] = "\x1b[2m%s\x1b[0m" % lines[0]
     return lines
-
-
-def silence_s(job: Job) -> Optional[float]:
-    """Seconds since the last event: how long ago the job progressed."""
-    return elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None
-
-
-def last_life_s(job: Job, beat: Optional[Beat]) -> Optional[float]:
-    """Seconds since the last sign of life: a beat or any event."""
-    ages = [silence_s(job), elapsed_s(beat.touched_mono, beat.touched_at) if beat else None]
-    known = [age for age in ages if age is not None]
-    return min(known) if known else None
 
 
 def open_row(job: Job, beat: Optional[Beat]) -> Tuple[str, ...]:
@@ -5267,12 +5279,11 @@ def overview(directory: str, broker: str, counts: Dict[str, int], open_jobs: Seq
 
 
 def overview_json(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
-    life, silence = last_life_s(job, beat), silence_s(job)
     return {"job_id": job.job_id, "status": job.status, "phase": job.phase, "reason": job.reason,
             "agent_session": job.agent_session, "title": job.title, "attempt_id": job.attempt_id,
             "created_at": job.created_at, "finished_at": job.finished_at, "last_event": job.last_event,
-            "last_event_at": job.last_event_at, "detail": job.detail, "alive_s": life and round(life, 1),
-            "progress_s": silence and round(silence, 1)}
+            "last_event_at": job.last_event_at, "detail": job.detail,
+            **signs_of_life(job, beat)}
 
 
 def daemon_word(info: DaemonInfo) -> str:
@@ -5769,11 +5780,25 @@ def cmd_watch(args: Any) -> int:
         job = registry.job(job_id)
         follower = Follower(registry, [job_id], args.attempt_id)
         follow(follower, _emitter(args.json), lambda: follower.done,
-               _caretaker(settings, follower=follower, jobs=[job]))
+               _caretaker(settings, _pulse(registry, job_id), follower, [job]))
         ended = follower.ended()[0]
         if not args.json:
             _say(what_became(ended))
         return exit_of(ended)
+
+
+def _pulse(registry: Registry, job_id: str) -> Callable[[], Optional[str]]:
+    """Tell the person at a terminal now and then how a silent job is: alive and progressing are two things."""
+    next_look = [time.monotonic() + PULSE_S]
+
+    def tick() -> Optional[str]:
+        now = time.monotonic()
+        if now >= next_look[0] and sys.stderr.isatty():
+            next_look[0] = now + PULSE_S
+            job = registry.job(job_id)
+            _say("alive %s, progress %s" % (_ago(last_life_s(job, registry.beat(job_id))), _ago(silence_s(job))))
+        return None
+    return tick
 
 
 def add_wait(parser: Any) -> None:
@@ -5908,12 +5933,14 @@ def cmd_list(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     registry = _reading(settings)
     jobs = registry.jobs(args.status) if registry else []
+    beats = registry.beats() if registry else {}
     if args.json:
-        _dump([job_record(job, registry.prompt(job.job_id)) for job in jobs] if registry else [])
+        _dump([job_record(job, registry.prompt(job.job_id), beats.get(job.job_id)) for job in jobs]
+              if registry else [])
     elif not jobs:
         _out("(no jobs)")
     else:
-        sys.stdout.write("".join([job_line(job) + "\n" for job in jobs]))
+        sys.stdout.write("".join([job_line(job, beats.get(job.job_id)) + "\n" for job in jobs]))
     return Exit.OK
 
 
@@ -5929,7 +5956,7 @@ def cmd_get(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     job_id = _job_of(args)
     with Registry(settings.registry_dir) as registry:
-        _dump(job_record(registry.job(job_id), registry.prompt(job_id), args.show_secrets))
+        _dump(job_record(registry.job(job_id), registry.prompt(job_id), registry.beat(job_id), args.show_secrets))
     return Exit.OK
 
 

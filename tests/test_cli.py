@@ -28,7 +28,7 @@ V4_KEYS = ["schema_version", "job_id", "status", "created_at", "updated_at", "pr
            "heartbeat_sec", "heartbeat_misses", "ack_timeout_sec", "transport"]
 NEW_KEYS = ["phase", "reason", "transition_seq", "claimed_at", "delivered_at", "started_at", "finished_at",
             "last_event", "last_event_at", "detail", "parent_job", "workdir", "validate_cmd", "command", "wire",
-            "delivery", "exit_status"]
+            "delivery", "exit_status", "alive_at"]
 OVERVIEW_KEYS = ["job_id", "status", "phase", "reason", "agent_session", "title", "attempt_id", "created_at",
                  "finished_at", "last_event", "last_event_at", "detail", "alive_s", "progress_s"]
 COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "daemon",
