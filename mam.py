@@ -15,7 +15,7 @@ works on one host, over the registry alone.
 Map of this file (a section uses only those above it):
 
      1. Constants           protocol, defaults with their unit, variable names
-     2. Errors and exit codes   Exit, MamError
+     2. Errors and exit codes  Exit, MamError
      3. Helpers             time, ids, RFC 8785 JSON, redaction, back-off, files
      4. Configuration       workspace, .mam.env, broker settings (only os.environ here)
      5. Model               job, event, and the table that decides every transition (pure)
@@ -36,7 +36,8 @@ Map of this file (a section uses only those above it):
 Invariants:
 
   - An event, the state change it causes and its sequence number are one commit.
-  - Registry.transition is the only code that changes a job's status or phase.
+  - decide() rules on every change of a job's status or phase; only the registry's
+    transition() and, for events from the wire, take_in() and take_in_state() commit one.
   - A terminal status is final for its attempt; only redispatch opens another.
   - No transaction spans network, process or file waits.
   - Only a job's own attempt speaks for it: a stale worker is refused and told.
