@@ -28,6 +28,7 @@ Map of this file (a section uses only those above it):
     12. Following           read events in order, wait for ends
     13. Running             _run: one command, its output, its exit, its events
     14. Sessions            handing a prompt to a tmux pane
+    15. Remote              work on other hosts: keys, runners, what they take on
     16. Delegation          deliver, validate, settle
     18. Views               model to text (no I/O)
     19. Commands            add_x / cmd_x pairs (only argparse here)
@@ -67,7 +68,7 @@ __version__ = "5.0.0"
 # ==============================================================================
 
 SCHEMA_VERSION = 1          # of the wire format and of v4's records
-REGISTRY_VERSION = 1        # PRAGMA user_version of mam.db
+REGISTRY_VERSION = 2        # PRAGMA user_version of mam.db
 
 STATUSES = ("pending", "running", "completed", "error", "cancelled")
 OPEN_STATUSES = ("pending", "running")
@@ -130,6 +131,16 @@ POISON_LOSS_COUNT = 3                # a message alone on its way at so many los
 INBOX_BATCH_COUNT = 200              # messages taken in by one commit
 RESEND_AT_S = (0.0, 5.0, 30.0)       # when a hole in a remote job's numbers is asked for
 HOLE_GIVEN_UP_S = 60.0               # and when it is written down as a gap
+PRESENCE_S = 5.0                     # a runner says this often that it is there
+SILENT_S = 10.0                      # one that has not said so for this long does not serve
+SETTLE_S = 1.0                       # what a broker retains has come this long after its SUBACK
+READ_BACK_S = 5.0                    # a dispatch that cannot be read back by then was denied
+CLOCK_SKEW_S = 300.0                 # by which the clocks of two hosts may differ
+ANSWER_WAIT_S = 86400.0              # a runner that was told of an end is listened to for this long
+CANCEL_WAIT_S = 6.0                  # `mam cancel` waits this long for the runner's answer
+SPAWN_WAIT_S = 30.0                  # a command that was to be spawned and has no process by then never gets one
+MIN_SECRET_CHARS = 32           # of MAM_DISPATCH_SECRET: 128 bits even if written in hex
+DISPATCH_ROOM_BYTES = 8 * 1024       # what a dispatch needs beside the prompt
 REPUBLISH_S = 86400.0                # a broker without memory gets the states of jobs that ended since
 LOG_CAP_BYTES = 1024 * 1024          # of daemon.log; the older half is kept as daemon.log.1
 TERM_GRACE_S = 5.0                   # between TERM and KILL of a command's group
@@ -208,11 +219,14 @@ class Terminated(Exception):
 # ==============================================================================
 
 
+def utc_text(seconds: float) -> str:
+    """Seconds since the epoch as ISO 8601 UTC with a trailing Z."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def utc_now(milliseconds: bool = False) -> str:
-    """The time as ISO 8601 UTC with a trailing Z."""
     now = time.time()
-    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
-    return "%s.%03dZ" % (text, int(now * 1000) % 1000) if milliseconds else text + "Z"
+    return "%s.%03dZ" % (utc_text(now)[:-1], int(now * 1000) % 1000) if milliseconds else utc_text(now)
 
 
 def parse_utc(text: str) -> float:
@@ -259,11 +273,16 @@ def random_hex(characters: int) -> str:
     return os.urandom((characters + 1) // 2).hex()[:characters]
 
 
-def random_token() -> str:
-    """32 random bytes as base64url text: what secrets.token_urlsafe(32) gives, without its import."""
+def base64url(raw: bytes) -> str:
+    """Bytes as base64url text without padding (RFC 4648, section 5)."""
     import binascii
-    text = binascii.b2a_base64(os.urandom(32), newline=False).decode("ascii")
+    text = binascii.b2a_base64(raw, newline=False).decode("ascii")
     return text.rstrip("=").replace("+", "-").replace("/", "_")
+
+
+def random_token() -> str:
+    """32 random bytes as text: what secrets.token_urlsafe(32) gives, without its import."""
+    return base64url(os.urandom(32))
 
 
 def is_name(text: str) -> bool:
@@ -619,7 +638,7 @@ class Settings:
         """Values of variables that look secret, longest first: never to be printed or sent."""
         if self._secrets is None:
             words = ("PASSWORD", "PASSWD", "SECRET", "TOKEN", "API_KEY", "APIKEY", "PRIVATE_KEY",
-                     "ACCESS_KEY", "CREDENTIAL", "PASSPHRASE")
+                     "ACCESS_KEY", "SESSION_KEY", "CREDENTIAL", "PASSPHRASE")
             found = {value for name, value in self.env.items()
                      if len(value) >= 6 and any(word in name.upper().replace("TOKENS", "") for word in words)
                      and not (value.startswith("/") and os.path.exists(value))}     # a path to a key is none
@@ -819,7 +838,7 @@ def environment_of_work(settings: Settings, extra: Dict[str, str]) -> Dict[str, 
 
     With a broker password set, nothing of the broker: the daemon sends what the work publishes.
     """
-    hidden = ["SHIV_", "MAM_DISPATCH_SECRET"] + (["MQTT_"] if settings.get("MQTT_PASSWORD") else [])
+    hidden = ["SHIV_", "MAM_DISPATCH_SECRET", "MAM_SESSION_KEY"] + (["MQTT_"] if settings.get("MQTT_PASSWORD") else [])
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(tuple(hidden)) and name not in AGENT_VARIABLES}
     env.update(extra)
@@ -847,14 +866,21 @@ Job = namedtuple("Job", (
     "expected_artifacts last_seq job_type reviewer reviewer_session max_iterations iteration "
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
     "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
-    "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery supervisor "
-    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status"))
+    "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery runner_wait_s supervisor "
+    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status remote_keys dispatch "
+    "dispatch_mail control control_mail"))
 JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
 ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
 
 Event = namedtuple("Event", "n job_id attempt_id seq event source timestamp logged_at detail payload "
                             "delivered_at")
-DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscribed armed started_at drops")
+DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscribed armed started_at drops runner",
+                        defaults=(None,))
+
+# What a remote attempt owes its runner: retained messages, each on the topic of its job and kind.
+# *_mail: NOTHING; OWED, to be published; KEPT by the broker; STALE, to be taken off it.
+Mail = namedtuple("Mail", "attempt_id dispatch_token remote_keys runner dispatch dispatch_mail control control_mail")
+NOTHING, OWED, KEPT, STALE = range(4)
 Beat = namedtuple("Beat", "job_id attempt_id period_s watch touched_at touched_mono")
 
 # The requests of DESIGN 6. `by` says whose word it is: a worker's must come from
@@ -876,6 +902,7 @@ REQUESTS = {
     "spawn_failed": Rule(OPEN_STATUSES, "error", "operator", "spawn_failed"),
     "supervisor_lost": Rule(OPEN_STATUSES, "error", "operator", "supervisor_lost"),
     "session_busy": Rule(("pending",), "cancelled", "operator", "session_busy"),
+    "overruled": Rule(STATUSES, None, "orchestrator", None),
     "redispatch": Rule(STATUSES, "pending", "operator", None),
 }
 CLOSE_REQUESTS = ("deadline_timeout", "cancelled", "unresponsive", "agent_blocked", "spawn_failed",
@@ -909,9 +936,10 @@ def what_became(job: Job) -> str:
 def owes_more(job: Job) -> Optional[str]:
     """The phase a worker's `completed` opens when the job is not settled by it; else None.
 
-    (A review is not owed yet: nothing carries one out before loops exist.)
+    A remote job's artifacts are its runner's business. (A review is not owed yet: nothing
+    carries one out before loops exist.)
     """
-    if job.validate_cmd or job.expected_artifacts != "[]":
+    if job.validate_cmd or job.expected_artifacts != "[]" and job.transport != "remote":
         return "validating"
     return None
 
@@ -947,6 +975,9 @@ def decide(job: Job, request: str, expected: Expected = NO_OPINION, status: Opti
     refusal = _fenced(job, rule.by, expected)
     if refusal:
         return refusal
+    if request == "overruled":      # a runner obeys: the compare-and-swap of the host that delegated decides (DESIGN 7)
+        verdict = "idempotent" if wanted == job.status else "commit"
+        return Decision(verdict, what_became(job), wanted, None)
     if request == "redispatch":
         if job.outcome is None and job.status in OPEN_STATUSES and not force:
             return Decision("refused", "attempt %d has not ended; --force ends it first" % job.attempt_id)
@@ -974,10 +1005,22 @@ def decide(job: Job, request: str, expected: Expected = NO_OPINION, status: Opti
     return Decision("commit", "", wanted, None)
 
 
+def decide_remote(job: Job, payload: Dict[str, Any]) -> Decision:
+    """The same for an event of a remote job's runner, which speaks for its host's operator too."""
+    data = payload["data"]
+    expected = Expected(None, data["attempt_id"], data.get("dispatch_token"), None)
+    if payload["event"] == "completed" and data.get("settles") is False:      # its runner still looks at the artifacts
+        decision = decide(job, "progress", expected)
+        return decision._replace(phase="validating") if decision.verdict == "commit" else decision
+    if payload["event"] == "error" and data.get("status") == "cancelled":
+        return decide(job, "cancelled", expected)
+    return decide(job, payload["event"], expected)
+
+
 def can_deliver(job: Job) -> bool:
     """Whether mam brings this job to its session itself (a queue's jobs are picked instead)."""
     kind = job.agent_session.partition(":")[0]
-    return kind == "tmux" or kind == "exec" and bool(job.command)
+    return kind == "tmux" or kind == "exec" and bool(job.command) or kind == "remote" and bool(job.remote_keys)
 
 
 def exit_of(job: Job) -> int:
@@ -1032,9 +1075,15 @@ def transport_of(session: str) -> str:
 def check_artifact(path: str, workdir: str) -> str:
     """An expected artifact as a path relative to the workdir; it must lie inside it."""
     relative = os.path.relpath(path, workdir) if os.path.isabs(path) else os.path.normpath(path)
-    if not path or not is_encodable(path) or relative == ".." or relative.startswith("../") or "\0" in path:
+    if not path or not is_inside(relative):
         raise MamError("--artifact %r: it must be a path inside the workdir" % path, code="bad_artifact")
     return relative
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path is relative, leads to nowhere above, and can be a file's name at all."""
+    return bool(path) and is_encodable(path) and "\0" not in path and not os.path.isabs(path) \
+        and os.path.normpath(path).split("/")[0] != ".."
 
 
 # ==============================================================================
@@ -1044,6 +1093,10 @@ def check_artifact(path: str, workdir: str) -> str:
 # so that it stays readable JSON and any re-ordering or re-spacing on the way
 # changes nothing; a receiver believes nothing before every check has passed.
 # ==============================================================================
+
+
+VOCABULARY = {"events": EVENTS, "state": ("state",), "dispatch": ("dispatch",), "control": ("cancel", "resend"),
+              "presence": ("presence",)}
 
 
 class Rejected(Exception):
@@ -1060,6 +1113,52 @@ def events_topic(job: Job) -> str:
 
 def state_topic(job: Job) -> str:
     return job.topic_prefix + "/state"
+
+
+def dispatch_topic(topic_prefix: str) -> str:
+    return topic_prefix + "/dispatch"
+
+
+def control_topic(topic_prefix: str) -> str:
+    return topic_prefix + "/control"
+
+
+def presence_filter(topic_prefix: str, session: str) -> str:
+    """Where the runners of a session say that they are there, one level for each; `+` as session: of all."""
+    return "%s-runners/%s/+" % (topic_prefix.rpartition("/")[0], session)
+
+
+def hkdf_sha256(key: bytes, info: bytes, salt: bytes = b"", length: int = 32) -> bytes:
+    """HKDF with SHA-256: extract, then expand to `length` bytes (RFC 5869, sections 2.2 and 2.3)."""
+    import hmac
+    pseudorandom = hmac.digest(salt or bytes(32), key, "sha256")
+    block, made = b"", b""
+    for counter in range(1, -(-length // 32) + 1):
+        block = hmac.digest(pseudorandom, block + info + bytes([counter]), "sha256")
+        made += block
+    return made[:length]
+
+
+def derive_key(key: str, *purpose: Any) -> str:
+    """The key for one purpose under another (DESIGN 7). Keys are text, used as its ASCII bytes."""
+    return base64url(hkdf_sha256(key.encode("ascii"), canonical(["mam/1", *purpose])))
+
+
+def session_key(secret: str, session: str) -> str:
+    """What a host that serves one session is given: it signs and checks for that session alone."""
+    return derive_key(secret, "session", session)
+
+
+def key_id(key: str) -> str:
+    """A name for a session key, fit to travel: it tells which secret made it."""
+    return derive_key(key, "kid")[:8]
+
+
+def attempt_keys(key: str, job_id: str, attempt: int, token: str) -> Tuple[str, Dict[str, str]]:
+    """(key of events and states, the others a remote attempt needs) under a session key."""
+    return derive_key(key, "event", job_id, attempt, token), {
+        "kid": key_id(key), "control": derive_key(key, "control", job_id, attempt, token),
+        "presence": derive_key(key, "presence")}
 
 
 def event_payload(job_id: str, seq: int, event: str, timestamp: str, detail: str,
@@ -1120,6 +1219,54 @@ def verify(payload: Any, key: str) -> None:
         raise Rejected("signature", "wrong signature")
 
 
+def dispatch_message(job: Job, mail: Mail, prompt: str) -> Tuple[str, bytes, bool]:
+    """An attempt as its one runner is told of it; the same bytes each time (DESIGN 13)."""
+    import json
+    dispatch, keys = json.loads(mail.dispatch), json.loads(mail.remote_keys)
+    data = {"dispatch_token": mail.dispatch_token, "attempt_id": mail.attempt_id, "kid": keys["kid"],
+            "session": job.agent_session.partition(":")[2], "runner": mail.runner, "seq_base": job.seq_base,
+            "issued_at": dispatch["issued_at"], "expires_at": dispatch["expires_at"], "prompt": prompt,
+            "contract": {"agent": job.agent, "role": job.role, "timeout_sec": job.timeout_sec,
+                         "idle_timeout_sec": job.idle_timeout_sec, "heartbeat_sec": job.heartbeat_sec,
+                         "heartbeat_misses": job.heartbeat_misses, "ack_timeout_sec": job.ack_timeout_sec,
+                         "artifacts": json.loads(job.expected_artifacts)}}
+    payload = event_payload(job.job_id, 0, "dispatch", dispatch["issued_at"], "", data)
+    return dispatch_topic(job.topic_prefix), sign(payload, keys["control"]), True
+
+
+def control_message(job: Any, word: str, timestamp: str, more: Dict[str, Any],
+                    of: Any = None) -> Tuple[str, bytes, bool]:
+    """`cancel`, retained, or `resend`: what the runner of an attempt (the mail `of`, or the job's) is asked to do."""
+    import json
+    of = of or job
+    keys = json.loads(of.remote_keys)
+    data = {"dispatch_token": of.dispatch_token, "attempt_id": of.attempt_id, "kid": keys["kid"],
+            "session": job.agent_session.partition(":")[2], **more}
+    payload = event_payload(job.job_id, 0, word, timestamp, "", data)
+    return control_topic(job.topic_prefix), sign(payload, keys["control"]), word == "cancel"
+
+
+def next_mail(mails: Sequence[Mail]) -> Optional[Tuple[str, Mail]]:
+    """What to send next of the mails of a job's attempts, oldest first: (what, which), or None.
+
+    One at a time and in this order, so that a runner hears the end of an attempt before the next
+    one. `forget_*`: a newer attempt has taken the topic already, and there is nothing to take off it.
+    """
+    for at, mail in enumerate(mails):
+        newer = mails[at + 1:]
+        if mail.control_mail == OWED:
+            return "control", mail
+        if mail.control_mail == STALE:
+            taken = any(one.control_mail in (OWED, KEPT) for one in newer)
+            return "forget_control" if taken else "clear_control", mail
+        if mail.dispatch_mail == STALE:
+            taken = any(one.dispatch_mail in (OWED, KEPT) for one in newer)
+            return "forget_dispatch" if taken else "clear_dispatch", mail
+        if mail.dispatch_mail == OWED:
+            return "dispatch", mail
+    return None
+
+
 def open_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str, key: str) -> Dict[str, Any]:
     """The payload of a message signed with `key`, or Rejected: accept_message() with one key for all."""
     payload = _parsed_envelope(topic, raw, topic_prefix, kind)
@@ -1160,12 +1307,59 @@ def _parsed_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str) -> Di
         raise Rejected("schema_version", "schema_version is %r" % (version,))
     if topic != "%s/%s" % (topic_prefix, kind) or topic_prefix.rpartition("/")[2] != payload.get("job_id"):
         raise Rejected("topic", "not on the topic of its own job and kind")
-    allowed = EVENTS if kind == "events" else ("state",)
-    if payload.get("event") not in allowed:
+    if payload.get("event") not in VOCABULARY[kind]:
         raise Rejected("vocabulary", "event is %r" % (payload.get("event"),))
     if not isinstance(payload.get("detail"), str) or not isinstance(payload.get("timestamp"), str):
         raise Rejected("shape", "detail or timestamp is no text")
     return payload
+
+
+def accept_order(topic: str, raw: bytes, kind: str, session: str, keys: Dict[str, str]) -> Dict[str, Any]:
+    """The payload of a dispatch or control meant for a runner of this session, or Rejected (DESIGN 13).
+
+    `keys`: the runner's session keys by their kid. The attempt and token that pick the key are
+    covered by the signature made with it. What is for another session is `other_session`: not ours to judge.
+    """
+    payload = _parsed_envelope(topic, raw, topic.rpartition("/")[0], kind)
+    data = payload["data"]
+    if data.get("session") != session:
+        raise Rejected("other_session")
+    attempt, token = data.get("attempt_id"), data.get("dispatch_token")
+    if not is_name(payload["job_id"]) or type(attempt) is not int or attempt < 1 or not isinstance(token, str) \
+            or not is_name(token):
+        raise Rejected("attempt", "no job id, attempt or token of the right form")
+    if data.get("kid") not in keys:
+        raise Rejected("kid", "signed under secret %.20r, which this runner does not have" % (data.get("kid"),))
+    verify(payload, attempt_keys(keys[data["kid"]], payload["job_id"], attempt, token)[1]["control"])
+    return payload
+
+
+Presence = namedtuple("Presence", "session runner state host version slots busy pool serving_s instance beat timestamp")
+
+
+def presence_message(root: str, presence: Presence, key: str) -> Tuple[str, bytes, bool]:
+    """A runner's word that it is there (or, as its last will, that it is not), retained."""
+    topic = "%s-runners/%s/%s" % (root, presence.session, presence.runner)
+    data = {name: getattr(presence, name) for name in Presence._fields if name != "timestamp"}
+    return topic, sign(event_payload(presence.runner, 0, "presence", presence.timestamp, "", data), key), True
+
+
+def accept_presence(topic: str, raw: bytes, key: str) -> Presence:
+    """A runner's presence, or Rejected. Its age is the caller's business."""
+    prefix, _, runner = topic.rpartition("/")
+    payload = _parsed_envelope(topic + "/presence", raw, topic, "presence")
+    data = payload["data"]
+    verify(payload, key)
+    whole = [data.get(name) for name in ("slots", "busy", "beat")]
+    texts = [data.get(name) for name in ("session", "runner", "state", "host", "version", "instance")]
+    if not all(type(number) is int and number >= 0 for number in whole) or type(data.get("pool")) is not bool \
+            or not all(isinstance(text, str) for text in texts) or type(data.get("serving_s")) not in (int, float):
+        raise Rejected("shape", "a presence without its fields")
+    if (data["session"], data["runner"]) != (prefix.rpartition("/")[2], runner):
+        raise Rejected("topic", "not on the topic of its own runner")
+    fields = [clean_text(data[name])[:64] if isinstance(data[name], str) else data[name]
+              for name in Presence._fields[:-1]]
+    return Presence._make([*fields, payload["timestamp"]])
 
 
 def intent_identity(data: Dict[str, Any]) -> Optional[str]:
@@ -1254,7 +1448,7 @@ CREATE TABLE jobs(
   delivered_at TEXT, delivered_mono TEXT, started_at TEXT, finished_at TEXT,
   last_event TEXT, last_event_at TEXT, last_event_mono TEXT, detail TEXT, parent_job TEXT,
   subscribed_mono TEXT, workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
-  wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', supervisor TEXT, prompt TEXT NOT NULL);
+  wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', runner_wait_s REAL, supervisor TEXT, prompt TEXT NOT NULL);
 CREATE INDEX jobs_pending ON jobs(agent_session, n) WHERE status = 'pending';
 CREATE INDEX jobs_status ON jobs(status, n);
 CREATE INDEX jobs_finished ON jobs(finished_at) WHERE finished_at IS NOT NULL;
@@ -1263,7 +1457,10 @@ CREATE TABLE attempts(
   job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, dispatch_token TEXT NOT NULL, auth_token TEXT NOT NULL,
   seq_base INTEGER NOT NULL DEFAULT 0, outcome TEXT, created_at TEXT NOT NULL, ended_at TEXT,
   runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER,
+  remote_keys TEXT, dispatch TEXT, dispatch_mail INTEGER NOT NULL DEFAULT 0,
+  control TEXT, control_mail INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY(job_id, attempt_id)) WITHOUT ROWID;
+CREATE INDEX attempts_mail ON attempts(job_id) WHERE dispatch_mail OR control_mail;
 CREATE INDEX attempts_at_work ON attempts(job_id) WHERE run IS NOT NULL AND run_ended_at IS NULL;
 CREATE TABLE events(
   n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, seq INTEGER,
@@ -1282,6 +1479,17 @@ CREATE TABLE sessions(
   session TEXT PRIMARY KEY, kind TEXT NOT NULL, agent TEXT, status TEXT NOT NULL, pane TEXT, workdir TEXT,
   conversation TEXT, job_id TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, data TEXT);
 """
+
+# What makes a registry of the version before each of these one of this version.
+_MIGRATIONS = {2: """
+ALTER TABLE jobs ADD COLUMN runner_wait_s REAL;
+ALTER TABLE attempts ADD COLUMN remote_keys TEXT;
+ALTER TABLE attempts ADD COLUMN dispatch TEXT;
+ALTER TABLE attempts ADD COLUMN dispatch_mail INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempts ADD COLUMN control TEXT;
+ALTER TABLE attempts ADD COLUMN control_mail INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX attempts_mail ON attempts(job_id) WHERE dispatch_mail OR control_mail;
+"""}
 
 # Where locks, memory maps or both do not work across hosts: SQLite would lose commits.
 _SHARED_FILE_SYSTEMS = frozenset((
@@ -1360,6 +1568,10 @@ class FileLock:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+if TYPE_CHECKING:
+    MakeKeys = Callable[[str, int, str], Tuple[str, Dict[str, str]]]
 
 
 class Registry:
@@ -1476,6 +1688,25 @@ class Registry:
                            hint="move it away, or name another registry with --registry-dir")
         self._execute("PRAGMA synchronous=FULL")
         self._execute("PRAGMA wal_autocheckpoint=0")   # see _checkpoint
+        if version < REGISTRY_VERSION:
+            self._migrate()
+
+    def _migrate(self) -> None:
+        """Bring an older registry to this version, all in one transaction; of two that try, the second finds it done.
+
+        A mam of the older version that still runs is told to be updated at its next command.
+        """
+        try:
+            with self.write():
+                for version in range(self._execute("PRAGMA user_version")[0][0] + 1, REGISTRY_VERSION + 1):
+                    for statement in _MIGRATIONS[version].split(";"):
+                        self._execute(statement)
+                    self._execute("PRAGMA user_version=%d" % version)
+        except MamError as error:
+            if error.code == "read_only":
+                raise MamError("the registry %s is of an older mam and cannot be written" % self.path, code="read_only",
+                               hint="run any command of this mam once as a user who may write it") from None
+            raise
 
     def close(self) -> None:
         if self._db is not None:
@@ -1711,8 +1942,11 @@ class Registry:
     # -- registration ----------------------------------------------------------------
 
     def register(self, record: Dict[str, Any], auth_token: Optional[str] = None,
-                 dispatch_token: Optional[str] = None) -> Job:
-        """Insert a pending job from a dict of column values; MamError (`job_exists`) if the id is taken."""
+                 dispatch_token: Optional[str] = None, keys: Optional[MakeKeys] = None) -> Job:
+        """Insert a pending job from a dict of column values; MamError (`job_exists`) if the id is taken.
+
+        `keys`: of a remote job, makes the keys of an attempt from (job id, attempt, dispatch token).
+        """
         job_id = record["job_id"]
         now = utc_now()
         record = {**record, "status": "pending", "created_at": now, "updated_at": now}
@@ -1722,15 +1956,23 @@ class Registry:
                                hint="choose another --job-id, or `mam redispatch %s`" % job_id)
             self._execute("INSERT INTO jobs(%s) VALUES(%s)" % (", ".join(record), ", ".join("?" * len(record))),
                           tuple(record.values()))
-            self._execute("INSERT INTO attempts(job_id, attempt_id, dispatch_token, auth_token, created_at) "
-                          "VALUES(?, ?, ?, ?, ?)",
-                          (job_id, record["attempt_id"], dispatch_token or random_hex(32),
-                           auth_token or random_token(), now))
+            self._insert_attempt(job_id, record["attempt_id"], dispatch_token or random_hex(32), 0, keys, auth_token)
             job = self.job(job_id)
             self._log(job, "registered", "registry", job.title,
                       {"agent": job.agent, "agent_session": job.agent_session, "prompt_bytes":
                        len(record["prompt"].encode("utf-8"))})
         return job
+
+    def _insert_attempt(self, job_id: str, attempt: int, token: str, seq_base: int, keys: Optional[MakeKeys],
+                        auth_token: Optional[str] = None, runner: Optional[str] = None) -> None:
+        """Open an attempt with its signing key: a random one, or (remote) those both hosts can derive."""
+        remote_keys = None
+        if keys:
+            auth_token, remote_keys = keys(job_id, attempt, token)
+        self._execute("INSERT INTO attempts(job_id, attempt_id, dispatch_token, auth_token, seq_base, created_at, "
+                      "runner, remote_keys) VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+                      (job_id, attempt, token, auth_token or random_token(), seq_base, utc_now(), runner,
+                       remote_keys and compact_json(remote_keys)))
 
     # -- the transition boundary ---------------------------------------------------------
 
@@ -1743,8 +1985,8 @@ class Registry:
         By compare-and-swap in one transaction: what decide() allows is committed together
         with the event it causes; a refusal is an answer with its reason, and what a late
         worker brought stays in the log. `fields`: status (for set, settled), detail,
-        feedback, data, reason (for settled), force, prompt, attempt_id (for redispatch),
-        heartbeat_sec, watch (arm a beat).
+        feedback, data, reason (for settled, overruled), force, prompt, attempt_id, keys (for
+        redispatch), heartbeat_sec, watch (arm a beat).
         """
         fields = fields or {}
         expected = Expected(expected_status, expected_attempt, expected_dispatch_token, expected_last_seq)
@@ -1791,12 +2033,18 @@ class Registry:
                            detail=detail)
             if job.started_at is None and rule.by == "worker":
                 changes["started_at"] = now
+        elif ends_job:                       # of a remote job: its runner answers with an event of its own
+            changes["detail"] = fields.get("detail") or default_detail(request, job.job_id, reason)
         if ends_job:
             changes["finished_at"] = now
+        if ends_job and rule.by != "worker":
+            self._recall(job, decision.status, reason or "settled")
         if ends_job or decision.phase:
             self._end_attempt(job, request if rule.by == "worker" else decision.status)
         elif fields.get("heartbeat_sec"):
             self._arm_beat(job, fields["heartbeat_sec"], fields.get("watch"))
+        if reason == "superseded":      # the topics, and what they retain, are another attempt's by now
+            changes["state_sent"] = job.state_rev + 1
         self._update_job(job, changes)
         if decision.status != job.status or decision.phase != job.phase:
             self._log(job, "status_changed", source, decision.status + (" (%s)" % (decision.phase or reason)
@@ -1818,19 +2066,29 @@ class Registry:
                       "WHERE job_id = ? AND attempt_id = ?", (outcome, utc_now(), job.job_id, job.attempt_id))
         self._execute("DELETE FROM beats WHERE job_id = ?", (job.job_id,))
 
+    def _recall(self, job: Job, status: str, reason: str) -> None:
+        """Owe the runner of a remote attempt word of its end, and take its dispatch off the broker."""
+        if job.dispatch and job.outcome is None:
+            control = {"status": status, "reason": reason, "issued_at": utc_now()}
+            self._execute("UPDATE attempts SET control = ?, control_mail = ? WHERE job_id = ? AND attempt_id = ?",
+                          (compact_json(control), OWED, job.job_id, job.attempt_id))
+        self._retire_dispatch(job)
+
+    def _retire_dispatch(self, job: Job) -> None:
+        self._execute("UPDATE attempts SET dispatch_mail = ? WHERE job_id = ? AND attempt_id = ? "
+                      "AND dispatch_mail IN (?, ?)", (STALE, job.job_id, job.attempt_id, OWED, KEPT))
+
     def _redispatch(self, job: Job, source: str, fields: Dict[str, Any]) -> None:
         """Open the next attempt: new tokens, no beat, and nothing more of the old one travels."""
+        self._recall(job, "cancelled", "superseded")
         self._end_attempt(job, "superseded")
         attempt = max(job.attempt_id + 1, int(fields.get("attempt_id") or 0))
-        self._execute("INSERT INTO attempts(job_id, attempt_id, dispatch_token, auth_token, seq_base, created_at) "
-                      "VALUES(?, ?, ?, ?, ?, ?)",
-                      (job.job_id, attempt, random_hex(32), random_token(), job.last_seq, utc_now()))
+        self._insert_attempt(job.job_id, attempt, random_hex(32), job.last_seq, fields.get("keys"))
         self._execute("UPDATE events SET owed = 0 WHERE job_id = ? AND owed = 1", (job.job_id,))
-        changes = {"status": "pending", "phase": None, "reason": None, "attempt_id": attempt, "delivery": "none",
-                   "transition_seq": job.transition_seq + 1, "clear_owed": 1, "claimed_at": None,
-                   "claimed_mono": None, "delivered_at": None, "delivered_mono": None, "started_at": None,
-                   "finished_at": None, "last_event": None, "last_event_at": None, "last_event_mono": None,
-                   "detail": None, "supervisor": fields.get("supervisor")}
+        changes = {**_ATTEMPT_BEGINS, "attempt_id": attempt, "transition_seq": job.transition_seq + 1,
+                   "supervisor": fields.get("supervisor")}
+        if job.transport != "remote":       # whose topics are its runner's
+            changes["clear_owed"] = 1
         if fields.get("prompt") is not None:
             changes.update(prompt=fields["prompt"], title=title_of(fields["prompt"]))
         self._update_job(job, changes)
@@ -1987,7 +2245,8 @@ class Registry:
         return [row[0] for row in self._execute(
             "SELECT DISTINCT job_id FROM events WHERE owed = 1 UNION SELECT job_id FROM jobs "
             "WHERE wire IS NOT NULL AND (state_sent < state_rev OR clear_owed) AND last_seq > 0 "
-            "AND transport <> 'remote' LIMIT ?", (limit,))]
+            "AND transport <> 'remote' UNION SELECT job_id FROM attempts WHERE (dispatch_mail OR control_mail) "
+            "AND (dispatch_mail IN (1, 3) OR control_mail IN (1, 3)) LIMIT ?", (limit,))]
 
     def mark_sent(self, events: Sequence[Event] = (), states: Sequence[Tuple[str, int]] = (),
                   cleared: Sequence[str] = ()) -> None:
@@ -2089,7 +2348,8 @@ class Registry:
                          "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
             return True
         return wired and bool(self.jobs_owing(1) or self._execute(
-            "SELECT 1 FROM senders WHERE process <> ? LIMIT 1", (me,)))
+            "SELECT 1 FROM senders WHERE process <> ? UNION ALL SELECT 1 FROM attempts "
+            "WHERE (dispatch_mail OR control_mail) AND control_mail = 2 LIMIT 1", (me,)))
 
     def sender_addresses(self) -> List[str]:
         """The brokers to which connections were opened and not closed in order."""
@@ -2119,11 +2379,135 @@ class Registry:
                       "AND seq > ? AND n < ?", (job.job_id, job.attempt_id, since, event.n))
         self._update_job(job, {"last_seq": event.seq})
 
+    # -- remote jobs: what their runners are sent (DESIGN 13) ----------------------------------
+
+    def assign_runner(self, job: Job, runner: str, dispatch: Dict[str, str]) -> bool:
+        """Give an attempt to one runner, for good: its dispatch is owed. False: it has one, or is over."""
+        with self.write():
+            now = self.job(job.job_id)
+            if (now.attempt_id, now.delivery, now.runner, now.outcome) != (job.attempt_id, "sending", None, None):
+                return False
+            self._execute("UPDATE attempts SET runner = ?, dispatch = ?, dispatch_mail = ? WHERE job_id = ? "
+                          "AND attempt_id = ?", (runner, compact_json(dispatch), OWED, job.job_id, job.attempt_id))
+            self._log(job, "dispatch", "daemon", "to runner %s" % runner, {"runner": runner, **dispatch})
+            return True
+
+    def mails(self, job_id: str) -> List[Mail]:
+        """The attempts of a job that owe their runner something, or have something kept for it, oldest first."""
+        return [Mail._make(row) for row in self._execute(
+            "SELECT %s FROM attempts WHERE job_id = ? AND (dispatch_mail OR control_mail) ORDER BY attempt_id" %
+            ", ".join(Mail._fields), (job_id,))]
+
+    def mark_mailed(self, job_id: str, attempt: int, what: str) -> None:
+        """Note that a broker has acknowledged a mail, unless it was decided anew meanwhile."""
+        column = what.rpartition("_")[2] + "_mail"
+        before, after = (OWED, KEPT) if what in ("dispatch", "control") else (STALE, NOTHING)
+        with self.write(durable=False):
+            self._execute("UPDATE attempts SET %s = ? WHERE job_id = ? AND attempt_id = ? AND %s = ?" % (
+                column, column), (after, job_id, attempt, before))
+
+    def forget_unanswered(self, before: str) -> None:
+        """Take what was told to runners that never answered off the broker, once it is this old."""
+        if self._execute("SELECT 1 FROM attempts WHERE (dispatch_mail OR control_mail) AND control_mail = ? "
+                         "AND ended_at < ? LIMIT 1", (KEPT, before)):
+            with self.write():
+                self._execute("UPDATE attempts SET control_mail = ? WHERE control_mail = ? AND ended_at < ?",
+                              (STALE, KEPT, before))
+
+    def answered(self, job_id: str, attempt: int) -> bool:
+        """Whether the runner of an attempt that was ended here knows of it, or need not."""
+        rows = self._execute("SELECT control_mail FROM attempts WHERE job_id = ? AND attempt_id = ?", (job_id, attempt))
+        return not rows or rows[0][0] in (NOTHING, STALE)
+
+    def _take_answer(self, job_id: str, attempt: int, status: Any) -> None:
+        """What a runner says of an ended attempt: once it agrees, nothing more need be kept for it."""
+        import json
+        for (control,) in self._execute("SELECT control FROM attempts WHERE job_id = ? AND attempt_id = ? "
+                                        "AND control_mail IN (?, ?)", (job_id, attempt, OWED, KEPT)):
+            if json.loads(control)["status"] == status:
+                self._execute("UPDATE attempts SET control_mail = ? WHERE job_id = ? AND attempt_id = ?",
+                              (STALE, job_id, attempt))
+                self._log(self.job(job_id), "answered", "remote", "the runner has ended the attempt", {}, attempt)
+
+    def runner_loads(self) -> Dict[str, int]:
+        """How many open attempts each runner has been given."""
+        return dict(self._execute(
+            "SELECT a.runner, count(*) FROM attempts a JOIN jobs j ON j.job_id = a.job_id "
+            "AND j.attempt_id = a.attempt_id WHERE j.status IN ('pending', 'running') AND a.runner IS NOT NULL "
+            "AND a.outcome IS NULL GROUP BY a.runner"))
+
+    # -- remote jobs: what a runner keeps (DESIGN 13) ------------------------------------------
+
+    def own_id(self, key: str) -> str:
+        """An id that is made once and stays with this registry."""
+        with self.write():
+            self._execute("INSERT OR IGNORE INTO meta VALUES(?, ?)", (key, random_hex(16)))
+        return self.meta(key) or ""
+
+    def adopt(self, record: Dict[str, Any], attempt: int, token: str, seq_base: int, keys: MakeKeys,
+              runner: str) -> str:
+        """Take in an attempt that another host has opened, under its identity; at most once.
+
+        Answers adopted; known (the same attempt again); stale (a newer one is known); conflict (the
+        same attempt with another token).
+        """
+        job_id = record["job_id"]
+        with self.write():
+            known = self._execute("SELECT max(attempt_id) FROM attempts WHERE job_id = ?", (job_id,))[0][0]
+            if known is not None and known >= attempt:
+                row = self._execute("SELECT dispatch_token FROM attempts WHERE job_id = ? AND attempt_id = ?",
+                                    (job_id, attempt))
+                return "stale" if not row else "known" if row[0][0] == token else "conflict"
+            now = utc_now()
+            if known is None:
+                columns = {**record, "attempt_id": attempt, "last_seq": seq_base, "status": "pending",
+                           "created_at": now, "updated_at": now, "clear_owed": int(attempt > 1)}
+                self._execute("INSERT INTO jobs(%s) VALUES(%s)" % (", ".join(columns), ", ".join("?" * len(columns))),
+                              tuple(columns.values()))
+            else:
+                before = self.job(job_id)
+                self._end_attempt(before, "superseded")
+                self._execute("UPDATE events SET owed = 0 WHERE job_id = ? AND owed = 1", (job_id,))
+                self._update_job(before, {**record, **_ATTEMPT_BEGINS, "attempt_id": attempt, "last_seq": seq_base,
+                                          "transition_seq": before.transition_seq + 1, "clear_owed": 1})
+            self._insert_attempt(job_id, attempt, token, seq_base, keys, runner=runner)
+            self._log(self.job(job_id), "adopted", "runner", record["title"], {"seq_base": seq_base})
+        return "adopted"
+
+    def adopted_jobs(self) -> List[Job]:
+        """The open jobs of a runner, in the order in which it took them."""
+        return self._jobs("WHERE j.status IN ('pending', 'running') AND a.runner IS NOT NULL ORDER BY j.n")
+
+    def arm_beat(self, job: Job, watch: Any) -> None:
+        """Have an attempt seen alive as long as another process than before lives; nothing for an ended one."""
+        with self.write():
+            now = self.job(job.job_id)
+            if now.attempt_id == job.attempt_id and now.outcome is None:
+                self._arm_beat(now, now.heartbeat_sec, watch)
+
+    def owe_from(self, job_id: str, attempt: int, seq: int) -> int:
+        """Owe the events of the current attempt from a number on again: the same bytes. How many there are."""
+        with self.write():
+            self._execute("UPDATE events SET owed = 1 WHERE job_id = ? AND attempt_id = ? AND seq >= ? AND EXISTS "
+                          "(SELECT 1 FROM jobs WHERE job_id = ? AND attempt_id = ? AND wire IS NOT NULL)",
+                          (job_id, attempt, seq, job_id, attempt))
+            return int(self._execute("SELECT changes()")[0][0])
+
+    def owe_answer(self, job_id: str, attempt: int) -> None:
+        """Owe the last event of an attempt and the state again: whoever asked has not heard them."""
+        with self.write():
+            self._execute("UPDATE events SET owed = 1 WHERE n = (SELECT max(n) FROM events WHERE job_id = ? "
+                          "AND attempt_id = ? AND seq IS NOT NULL)", (job_id, attempt))
+            self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ?", (job_id,))
+
     # -- the inbox ----------------------------------------------------------------------------
 
-    def open_remote_jobs(self) -> List[Job]:
-        return self._jobs("WHERE j.status IN ('pending', 'running') AND j.transport = 'remote' "
-                          "AND j.wire IS NOT NULL ORDER BY j.n")
+    def heard_jobs(self) -> List[Job]:
+        """The remote jobs whose runners are listened to: open ones, and those whose runner has not yet answered
+        that an attempt is over."""
+        return self._jobs("WHERE j.transport = 'remote' AND j.wire IS NOT NULL AND (j.status IN ('pending', 'running') "
+                          "OR j.job_id IN (SELECT job_id FROM attempts WHERE (dispatch_mail OR control_mail) "
+                          "AND control_mail IN (1, 2))) ORDER BY j.n")
 
     def attempt_keys(self, job_id: str) -> Dict[int, Tuple[str, str]]:
         """(dispatch token, signing key) of every attempt of a job."""
@@ -2170,11 +2554,13 @@ class Registry:
         if identity and self._execute("SELECT 1 FROM intents WHERE job_id = ? AND identity = ?",
                                       (job.job_id, identity)):
             return "replayed"
-        decision = decide(job, payload["event"], Expected(None, attempt, data["dispatch_token"], None))
+        decision = decide_remote(job, payload)
         fills = attempt == job.attempt_id and seq < job.last_seq
         if decision.verdict != "commit" and not fills:
             self._log(job, "late", "remote", payload["detail"],
                       {"source_event": payload["event"], "reason": decision.reason, "data": data, "seq": seq}, attempt)
+            if payload["event"] in TERMINAL_EVENTS:
+                self._take_answer(job.job_id, attempt, data.get("status"))
             return "late"
         if identity:
             self._execute("INSERT OR IGNORE INTO intents VALUES(?, ?)", (job.job_id, identity))
@@ -2206,8 +2592,11 @@ class Registry:
             "status": decision.status, "phase": decision.phase, "transition_seq": job.transition_seq + 1,
             "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now,
             "updated_at": now, "state_rev": job.state_rev + 1}
-        if not (job.claimed_mono or job.delivered_mono):
-            changes.update(claimed_at=now, claimed_mono=moment)
+        if payload["data"].get("spawned") is True or not (job.runner or job.claimed_mono or job.delivered_mono):
+            changes.update(claimed_at=now, claimed_mono=moment)      # the wall clock of both sides starts
+        if not job.last_event_mono:
+            changes["delivery"] = "sent"
+            self._retire_dispatch(job)
         if is_beat:
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
                           (job.job_id, job.attempt_id, job.heartbeat_sec, now, moment, now, moment))
@@ -2222,7 +2611,7 @@ class Registry:
             reason = payload["data"].get("reason")
             changes.update(finished_at=changes["updated_at"],
                            reason=reason if isinstance(reason, str) and is_name(reason) else None)
-        if decision.status in TERMINAL_STATUSES or decision.phase:
+        if decision.status in TERMINAL_STATUSES or decision.phase and payload["data"].get("settles") is not False:
             self._end_attempt(job, payload["event"])
         self._update_job(job, changes)
         if decision.status != job.status or decision.phase != job.phase:
@@ -2233,6 +2622,8 @@ class Registry:
         """A retained state whose own event did not come: its end counts, and so does its news as life."""
         with self.write():
             job = self.job(payload["job_id"])
+            if payload.get("status") in TERMINAL_STATUSES:
+                self._take_answer(job.job_id, payload["data"]["attempt_id"], payload["status"])
             if payload["data"]["attempt_id"] != job.attempt_id or payload["seq"] <= job.last_seq:
                 return "old_state"
             event = payload.get("last_event")
@@ -2306,6 +2697,13 @@ class _Transaction:
                 registry._execute("PRAGMA synchronous=FULL")
         if kind is None:
             registry._checkpoint()
+
+
+# What a job's record says when an attempt begins.
+_ATTEMPT_BEGINS: Dict[str, Any] = {
+    "status": "pending", "phase": None, "reason": None, "delivery": "none", "claimed_at": None, "claimed_mono": None,
+    "delivered_at": None, "delivered_mono": None, "started_at": None, "finished_at": None, "last_event": None,
+    "last_event_at": None, "last_event_mono": None, "detail": None}
 
 
 def only_beats_between(payload: str, last_seq: int) -> bool:
@@ -2632,10 +3030,12 @@ def broker_address(broker: Broker) -> str:
 class Connection:
     """A connected MQTT 3.1.1 client: QoS 1, clean session, knows what was acknowledged."""
 
-    def __init__(self, broker: Broker, client_id: str = "", window: int = SEND_WINDOW):
+    def __init__(self, broker: Broker, client_id: str = "", window: int = SEND_WINDOW,
+                 will: Optional[Tuple[str, bytes, bool]] = None):
         """Connect and wait for CONNACK; BrokerError if that fails within CONNACK_TIMEOUT_S.
 
-        `client_id` is random unless the session of a dead sender is to be taken over.
+        `client_id` is random unless the session of a dead sender is to be taken over. `will`: what
+        the broker is to publish when the connection is lost.
         """
         try:
             import paho.mqtt.client as mqtt
@@ -2655,6 +3055,8 @@ class Connection:
         self._client.on_publish = self._on_publish
         self._client.on_subscribe = self._on_subscribe
         self._client.on_message = self._on_message
+        if will:
+            self._client.will_set(will[0], will[1], 1, will[2])
         if broker.username:
             self._client.username_pw_set(broker.username, broker.password or None)
         if broker.tls:
@@ -2896,7 +3298,8 @@ def event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, byte
     import json
     key = job.auth_token if event.attempt_id == job.attempt_id else registry.attempt_token(
         job.job_id, event.attempt_id) or ""
-    retain = event.event in TERMINAL_EVENTS and json.loads(event.payload)["data"].get("settles") is not False
+    retain = event.event in TERMINAL_EVENTS and json.loads(event.payload)["data"].get("settles") is not False \
+        and job.reason != "superseded"      # (then another attempt's news is what the broker keeps)
     return events_topic(job), sign_recorded(event.payload, key), retain
 
 
@@ -3005,6 +3408,7 @@ def warn_public_broker(broker: Optional[Broker]) -> None:
 # ==============================================================================
 
 NO_DAEMON = DaemonInfo(False, False, None, "", {}, 0, 0, "", {})
+MAILS = ("dispatch", "control", "clear_dispatch", "clear_control")
 
 
 def lock_path(registry: Registry) -> str:
@@ -3028,7 +3432,8 @@ def daemon_info(registry: Registry) -> DaemonInfo:
     text = registry.meta("daemon")
     if not text:
         return NO_DAEMON
-    info = DaemonInfo(**json.loads(text))
+    said = json.loads(text)
+    info = NO_DAEMON._replace(**{name: said[name] for name in DaemonInfo._fields if name in said})
     if is_alive(info.process) is False:
         return NO_DAEMON
     try:
@@ -3133,7 +3538,7 @@ def _deliver_event(registry: Registry, settings: Settings, job: Job, event_n: in
     now = daemon_info(registry)                    # as it is by now: it may have heard of the job only since
     if sent.sent and info.alive and now.process == info.process:
         line = now.lines.get(job.wire)
-        if not line or line["final"] or line["failures"] >= REFUSED_TRY_COUNT:
+        if (not line or line["final"] or line["failures"] >= REFUSED_TRY_COUNT) and not info.runner:
             replace_daemon(registry, settings, now)     # we could connect and it cannot
         elif line["state"] != "up":
             wake_daemon(registry)                  # the broker is back: it need not wait for its next try
@@ -3207,10 +3612,16 @@ def needs_supervisor(job: Job) -> bool:
         return False
     keeper = json.loads(job.supervisor) if job.supervisor else {}
     alive = is_alive(keeper.get("who"))
-    if keeper.get("role") == "_supervise" and alive is not False:
+    if keeper.get("role") == "_supervise" and alive is not False or is_checked_elsewhere(job):
         return False
-    undelivered = job.delivery == "none" and can_deliver(job) and bool(keeper) and alive is False
+    undelivered = job.delivery == "none" and can_deliver(job) and keeper.get("role") not in (None, "runner") \
+        and alive is False                  # (a runner's next self starts what waits, when a slot is free)
     return bool(job.phase) or undelivered or orphaned(job)
+
+
+def is_checked_elsewhere(job: Job) -> bool:
+    """Whether a remote job's work is done and its runner still looks at the artifacts."""
+    return job.transport == "remote" and bool(job.phase) and job.outcome is None
 
 
 def ensure_supervisor(registry: Registry, settings: Settings, job_id: str) -> None:
@@ -3227,13 +3638,14 @@ class Dialer:
     object; its end is seen by `done`.
     """
 
-    def __init__(self, broker: Broker, client_id: str, dead: Sequence[str], wake: Callable[[], None]):
+    def __init__(self, broker: Broker, client_id: str, dead: Sequence[str], wake: Callable[[], None],
+                 will: Optional[Tuple[str, bytes, bool]] = None):
         import threading
         self.connection: Optional[Connection] = None
         self.error: Optional[BrokerError] = None
         self.fenced: List[str] = []
         self.done = False
-        self._broker, self._client_id, self._dead, self._wake = broker, client_id, dead, wake
+        self._broker, self._client_id, self._dead, self._wake, self._will = broker, client_id, dead, wake, will
         self._thread = threading.Thread(target=self._dial, daemon=True)
         self._thread.start()
 
@@ -3243,7 +3655,7 @@ class Dialer:
                 Connection(self._broker, name).close()
                 self.fenced.append(name)
             if self._client_id:
-                self.connection = Connection(self._broker, self._client_id, DAEMON_WINDOW)
+                self.connection = Connection(self._broker, self._client_id, DAEMON_WINDOW, self._will)
         except BrokerError as error:
             self.error = error
         except Exception as error:      # whatever it is, it must reach the daemon and not end unseen
@@ -3265,7 +3677,43 @@ class _Sending:
         self.losses = 0             # how often the connection was lost with it alone on its way
 
 
-_Parcel = namedtuple("_Parcel", "kind job_id event revision")     # kind: event, state, clear
+# kind: event, state, clear, or one of MAILS. revision: of the state; of a mail, the attempt.
+_Parcel = namedtuple("_Parcel", "kind job_id event revision")
+
+
+class Guest:
+    """What a runner adds to the daemon of its registry, which it then is itself: these are asked in its loop."""
+
+    def will(self) -> Optional[Tuple[str, bytes, bool]]:
+        """What the broker is to publish when the connection is lost."""
+
+    def connected(self, connection: Connection) -> None:
+        """A new connection: nothing is subscribed on it."""
+
+    def disconnected(self) -> None:
+        """It is lost; another comes."""
+
+    def may_send(self) -> bool:
+        """Whether what the registry owes may go out (not before it is known what was taken back)."""
+        return True
+
+    def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
+        """Look at messages; those that are not for it come back."""
+        return list(received)
+
+    def turn(self, now: float) -> bool:
+        """Do what is due. True if anything was committed."""
+        return False
+
+    def done(self) -> bool:
+        """Whether to leave now."""
+        return False
+
+    def leave(self) -> None:
+        """The loop has ended; the connection, if there is one, still stands."""
+
+    def describe(self) -> Any:
+        """For `mam daemon status`."""
 
 
 class Line:
@@ -3275,14 +3723,16 @@ class Line:
     connection takes over the client id, so the broker drops whatever the old one still held.
     """
 
-    def __init__(self, registry: Registry, settings: Settings, broker: Broker, wake: Callable[[], None]):
+    def __init__(self, registry: Registry, settings: Settings, broker: Broker, wake: Callable[[], None], guest: Guest):
         from collections import deque
         self.broker = broker
+        self.guest = guest
         self.connection: Optional[Connection] = None
         self.failures = self.connects = 0
         self.why = ""
         self.final = False
         self.inbox = Inbox(registry, self)
+        self.dispatcher = Dispatcher(registry, settings, self)
         self._registry, self._settings, self._wake = registry, settings, wake
         self._client_id = ""                        # kept for life: each connection takes over the one before
         self._dialer: Optional[Dialer] = None
@@ -3349,7 +3799,7 @@ class Line:
             self._client_id, self._left_on_way = self._dead.pop(), True
         self._client_id = self._client_id or new_client_id(self.broker)
         self._registry.add_sender(self._client_id, broker_address(self.broker), identity_of(os.getpid()))
-        self._dialer = Dialer(self.broker, self._client_id, list(self._dead), self._wake)
+        self._dialer = Dialer(self.broker, self._client_id, list(self._dead), self._wake, self.guest.will())
 
     def fence(self) -> None:
         """End the sessions of senders that died while we are connected."""
@@ -3389,6 +3839,8 @@ class Line:
         self._last_ack = now
         self._memory = MemoryCheck.begin(self._registry, self._settings, self.connection)
         self.inbox.connected()
+        self.dispatcher.connected()
+        self.guest.connected(self.connection)
         log("connected to %s%s" % (broker_address(self.broker), " again (reconnected)" if self.connects > 1 else ""))
         for job_id in self._registry.jobs_owing(100000):
             self.enqueue(job_id)
@@ -3413,6 +3865,7 @@ class Line:
         pause = REFUSED_PAUSE_S if self.final else backoff_s(self.failures)
         self._retry_at = now + pause
         self.inbox.disconnected()
+        self.guest.disconnected()
 
     def _owe_doubtful(self) -> None:
         """Owe again the states that a lost connection may still hold; kept in mind until that is committed."""
@@ -3424,11 +3877,14 @@ class Line:
         """Single out a message at which the connection is lost again and again: its job waits, the others go on."""
         self._one_by_one = max(self._one_by_one, len(self._flight))
         parcels = list(self._flight.values())
-        if len(parcels) != 1 or parcels[0].kind != "event":
+        if len(parcels) != 1 or parcels[0].kind not in ("event", "dispatch"):
             return
         sending = self._jobs[parcels[0].job_id]
         sending.losses += 1
-        if sending.losses >= POISON_LOSS_COUNT:
+        if sending.losses >= POISON_LOSS_COUNT and parcels[0].kind == "dispatch":
+            self.dispatcher.give_up(parcels[0].job_id, "the broker closes the connection at its dispatch: is it larger "
+                                                       "than the broker takes (MAM_MAX_DISPATCH_BYTES)?")
+        elif sending.losses >= POISON_LOSS_COUNT:
             sending.blocked_until = now + min(30.0 * 2 ** (sending.losses - POISON_LOSS_COUNT), 3600.0)
             self._blocked.add(parcels[0].job_id)
             log("job %s is held back: the broker closes the connection at its event %d" % (
@@ -3455,7 +3911,7 @@ class Line:
         received, connection.received = connection.received, []
         if self._memory:
             received = self._memory.look(received)
-        self.inbox.take(received)
+        self.inbox.take(self.dispatcher.take(self.guest.take(received)))
         if self._memory and self._memory.over(now):
             if self._memory.forgotten:
                 log("%s has lost its memory: what it should retain is sent again" % broker_address(self.broker))
@@ -3464,7 +3920,9 @@ class Line:
                     self.enqueue(job_id)
             self._memory = None
         self.inbox.turn(now)
-        self._fill(now)
+        self.dispatcher.turn(now)
+        if self.guest.may_send():
+            self._fill(now)
         if self._flight and now - self._last_ack > 2 * PUBACK_TIMEOUT_S:
             raise BrokerError("%s has acknowledged nothing for %ds" % (
                 broker_address(self.broker), 2 * PUBACK_TIMEOUT_S))
@@ -3483,6 +3941,10 @@ class Line:
             events=[parcel.event for parcel in parcels if parcel.kind == "event"],
             states=[(parcel.job_id, parcel.revision) for parcel in parcels if parcel.kind == "state"],
             cleared=[parcel.job_id for parcel in parcels if parcel.kind == "clear"])
+        for parcel in parcels:
+            if parcel.kind in MAILS:
+                self._registry.mark_mailed(parcel.job_id, parcel.revision, parcel.kind)
+                self.dispatcher.mailed(parcel.kind, parcel.job_id)
         for mid in self._acks:
             self._flight.pop(mid, None)
         self._acks.clear()
@@ -3517,6 +3979,9 @@ class Line:
         if not self.carries(job):
             del self._jobs[job_id]
             return
+        if job.transport == "remote":
+            self._send_mail(job, sending)
+            return
         if job.clear_owed and not sending.flying:
             self._post(_Parcel("clear", job_id, None, 0), (events_topic(job), b"", True))
         events = registry.owed_events(job_id, budget, sending.cursor)
@@ -3530,6 +3995,20 @@ class Line:
         elif not sending.flying:
             del self._jobs[job_id]           # nothing of it is owed: forget it until there is
 
+    def _send_mail(self, job: Job, sending: _Sending) -> None:
+        """Post the next thing a remote job's runners are to be told, once the one before is acknowledged."""
+        if sending.flying:
+            return
+        found = next_mail(self._registry.mails(job.job_id))
+        while found and found[0].startswith("forget_"):
+            self._registry.mark_mailed(job.job_id, found[1].attempt_id, found[0])
+            found = next_mail(self._registry.mails(job.job_id))
+        if not found:
+            del self._jobs[job.job_id]
+            return
+        what, mail = found
+        self._post(_Parcel(what, job.job_id, None, mail.attempt_id), self.dispatcher.message(job, what, mail))
+
     def carries(self, job: Job) -> bool:
         """Whether a job's news goes over this line."""
         try:
@@ -3541,6 +4020,220 @@ class Line:
         assert self.connection is not None
         self._flight[self.connection.post(*message)] = parcel
         self._jobs[parcel.job_id].flying += 1
+
+
+_ReadBack = namedtuple("_ReadBack", "job_id attempt_id payload until")
+
+
+class _Seen:
+    """What is known of one runner: its last word, and when a live copy of it came."""
+
+    __slots__ = ("presence", "live_at")
+
+    def __init__(self, presence: Presence, live_at: Optional[float]):
+        self.presence, self.live_at = presence, live_at      # live_at: monotonic; None: only what is retained
+
+    def lives(self, now: float) -> bool:
+        return self.live_at is not None and now - self.live_at < SILENT_S
+
+
+def heard_anew(before: Optional[_Seen], presence: Presence, retained: bool, now: float) -> Optional[_Seen]:
+    """What is known of a runner after a word of it; None if that word tells nothing.
+
+    A retained copy proves no life, for a will need not fire; nor does one that is old by its own
+    clock, or older than another of the same process: brokers can be made to repeat.
+    """
+    if presence.state != "online":      # its will, made when it connected, has no number
+        if before is None:
+            return _Seen(presence, None)
+        same = before.presence.instance == presence.instance
+        return _Seen(presence._replace(beat=before.presence.beat), None) if same else None
+    if before and before.presence.instance == presence.instance and presence.beat <= before.presence.beat:
+        return None
+    if retained or abs(time.time() - parse_utc(presence.timestamp)) > CLOCK_SKEW_S:
+        return _Seen(presence, None) if before is None or before.live_at is None else None
+    return _Seen(presence, now)
+
+
+class Dispatcher:
+    """Hands remote jobs to runners over one line: to whom, and whether the broker has kept what they are told.
+
+    An attempt is given to one runner, once; if that one turns out not to be there, the job is
+    closed, never given to another: it might wake up and run it (DESIGN 13).
+    """
+
+    def __init__(self, registry: Registry, settings: Settings, line: Line):
+        self._registry, self._settings, self._line = registry, settings, line
+        self._jobs: List[Job] = []                            # handed over and not yet started
+        self._filters: Dict[str, Tuple[int, float]] = {}      # presence filter: (SUBSCRIBE's mid, granted since or 0)
+        self._keys: Dict[str, str] = {}                       # session: key of its presence
+        self._seen: Dict[Tuple[str, str], _Seen] = {}         # by (session, runner)
+        self._read_backs: Dict[str, _ReadBack] = {}           # by topic
+        self._sent: Dict[str, float] = {}                     # job id: when its dispatch was acknowledged
+        self.changed = False                                  # something was committed: the jobs are to be read anew
+
+    def connected(self) -> None:
+        self._filters.clear()
+        self._read_backs.clear()
+        self._seen = {key: _Seen(seen.presence, None) for key, seen in self._seen.items()}
+
+    def watch(self, jobs: Sequence[Job]) -> None:
+        """Bring what is listened to in line with the jobs that wait for a runner."""
+        import json
+        connection = self._line.connection
+        self._jobs = [job for job in jobs if job.status == "pending" and job.delivery in ("sending", "sent")
+                      and job.remote_keys and self._line.carries(job)]
+        if connection is None:
+            return
+        wanted: Dict[str, str] = {}
+        for job in self._jobs:
+            session = job.agent_session.partition(":")[2]
+            wanted[presence_filter(job.topic_prefix, session)] = session
+            self._keys[session] = json.loads(job.remote_keys)["presence"]
+        for name in wanted:
+            if name not in self._filters:
+                self._filters[name] = (connection.subscribe([name]), 0.0)
+        for name in set(self._filters) - set(wanted):
+            connection.unsubscribe([name])
+            del self._filters[name]
+        waiting = {job.job_id for job in self._jobs}
+        self._sent = {job_id: at for job_id, at in self._sent.items() if job_id in waiting}
+
+    # -- what is sent ------------------------------------------------------------------------
+
+    def message(self, job: Job, what: str, mail: Mail) -> Tuple[str, bytes, bool]:
+        """(topic, payload, retain) of a mail; the same bytes each time, for it may be sent more than once."""
+        import json
+        if what == "dispatch":
+            return dispatch_message(job, mail, self._registry.prompt(job.job_id))
+        if what == "control":
+            control = json.loads(mail.control)
+            return control_message(job, "cancel", control["issued_at"],
+                                   {"status": control["status"], "reason": control["reason"]}, mail)
+        topic = dispatch_topic if what == "clear_dispatch" else control_topic
+        return topic(job.topic_prefix), b"", True
+
+    def mailed(self, what: str, job_id: str) -> None:
+        """A mail was acknowledged. That proves little, a denied one is acknowledged too: so a dispatch is read back."""
+        if what == "dispatch":
+            self._sent[job_id] = time.monotonic()
+            self._read_back(self._registry.job(job_id))
+
+    def _read_back(self, job: Job) -> None:
+        connection = self._line.connection
+        mail = next((mail for mail in self._registry.mails(job.job_id) if mail.attempt_id == job.attempt_id), None)
+        if connection is None or mail is None or mail.dispatch_mail != KEPT:
+            return
+        topic, payload, _ = self.message(job, "dispatch", mail)
+        self._read_backs[topic] = _ReadBack(job.job_id, job.attempt_id, payload, time.monotonic() + READ_BACK_S)
+        connection.subscribe([topic])
+
+    def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
+        """Look for presences and for dispatches read back; the rest is for the inbox."""
+        rest = []
+        for topic, raw, retained in received:
+            if topic in self._read_backs:
+                read_back = self._read_backs[topic]
+                if raw == read_back.payload:
+                    self._read(topic)
+                    self._registry.move_delivery(read_back.job_id, read_back.attempt_id, "sending", "sent")
+                    self.changed = True
+            elif topic.rpartition("/")[0] + "/+" in self._filters:
+                self._meet(topic, raw, retained)
+            else:
+                rest.append((topic, raw, retained))
+        return rest
+
+    def _read(self, topic: str) -> None:
+        del self._read_backs[topic]
+        if self._line.connection:
+            self._line.connection.unsubscribe([topic])
+
+    def _meet(self, topic: str, raw: bytes, retained: bool) -> None:
+        session = topic.split("/")[-2]
+        try:
+            presence = accept_presence(topic, raw, self._keys.get(session, ""))
+        except Rejected as error:
+            if raw:
+                self._line.inbox.drop(topic, error)
+            return
+        key = (session, presence.runner)
+        seen = heard_anew(self._seen.get(key), presence, retained, time.monotonic())
+        if seen:
+            self._seen[key] = seen
+
+    # -- to whom ------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """Give waiting jobs to runners, close those for whom there is none, read back what was sent before us."""
+        connection = self._line.connection
+        if connection is None:
+            return
+        for name, (mid, since) in self._filters.items():
+            if not since and connection.granted(mid):
+                self._filters[name] = (mid, now)
+        for topic, read_back in list(self._read_backs.items()):
+            if now >= read_back.until:
+                self._read(topic)
+                self.give_up(read_back.job_id, "the broker has acknowledged the dispatch and not kept it: may this "
+                                               "user publish and read %s?" % topic)
+        loads = self._registry.runner_loads() if self._jobs else {}
+        for job in list(self._jobs):
+            if job.delivery == "sending" and job.runner is None:
+                self._choose(job, now, loads)
+            elif job.job_id not in self._sent and job.dispatch_mail == KEPT:      # sent by the daemon before us
+                self._sent[job.job_id] = now
+                if job.delivery == "sending":
+                    self._read_back(job)
+            elif now - self._sent.get(job.job_id, now) > SILENT_S and not self._lives(job, now):
+                self.give_up(job.job_id, "runner %s does not serve %s any more" % (job.runner, job.agent_session))
+
+    def _lives(self, job: Job, now: float) -> bool:
+        seen = self._seen.get((job.agent_session.partition(":")[2], job.runner))
+        return seen is not None and seen.lives(now)
+
+    def _choose(self, job: Job, now: float, loads: Dict[str, int]) -> None:
+        """Give a job to the least loaded living runner; to one known by a retained word alone if it is the only one."""
+        session = job.agent_session.partition(":")[2]
+        since = self._filters.get(presence_filter(job.topic_prefix, session), (0, 0.0))[1]
+        if not since:
+            return
+        there = [seen for (name, _), seen in self._seen.items() if name == session and seen.presence.state == "online"
+                 and seen.presence.slots]
+        living = [seen for seen in there if seen.lives(now)]
+        if not living and len(there) == 1 and not job.runner_wait_s and now - since < PRESENCE_S + SETTLE_S \
+                and not (there[0].presence.pool and now - since < SETTLE_S):      # (news of others may be on its way)
+            living = there
+        if living:
+            self._assign(job, min(living, key=lambda seen: self._load(seen.presence, loads)).presence.runner, loads)
+        elif now - since > (PRESENCE_S if there else 0) + SETTLE_S:
+            waited_s = elapsed_s(job.delivered_mono, job.delivered_at) or 0.0
+            if not job.runner_wait_s:
+                self.give_up(job.job_id, "nobody serves %s (mam remote list)" % job.agent_session)
+            elif waited_s > job.runner_wait_s:
+                self.give_up(job.job_id, "nobody has served %s for %gs" % (job.agent_session, job.runner_wait_s))
+
+    @staticmethod
+    def _load(presence: Presence, loads: Dict[str, int]) -> Tuple[float, str]:
+        return max(presence.busy, loads.get(presence.runner, 0)) / presence.slots, presence.runner
+
+    def _assign(self, job: Job, runner: str, loads: Dict[str, int]) -> None:
+        dispatch = {"issued_at": utc_now(), "expires_at": utc_text(time.time() + job.ack_timeout_sec)}
+        self._jobs.remove(job)             # what becomes of it is read with the next look
+        self.changed = True
+        if self._registry.assign_runner(job, runner, dispatch):
+            loads[runner] = loads.get(runner, 0) + 1
+            self._line.enqueue(job.job_id)
+
+    def give_up(self, job_id: str, why: str) -> None:
+        """Close a job that cannot reach a runner, unless an event of it has come."""
+        job = self._registry.job(job_id)
+        self._jobs = [one for one in self._jobs if one.job_id != job_id]
+        self.changed = True
+        if job.status == "pending":
+            record(self._registry, self._settings, job_id, "spawn_failed", source="daemon", detail=why,
+                   attempt=job.attempt_id, last_seq=job.last_seq)
+            self._line.enqueue(job_id)
 
 
 class MemoryCheck:
@@ -3581,7 +4274,7 @@ class MemoryCheck:
 
 
 def utc_before(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
+    return utc_text(time.time() - seconds)
 
 
 _log_path = ""                      # of the daemon's own log, once it is the daemon
@@ -3648,10 +4341,13 @@ class Inbox:
             self._unheard = set()
 
     def watch(self, jobs: Sequence[Job]) -> None:
-        """Bring the subscriptions in line with the open remote jobs of this line."""
+        """Bring the subscriptions in line with the remote jobs of this line that are to be heard, and those that
+        have ended with a hole which is still being filled."""
         connection = self._line.connection
         if connection is None:
             return
+        heard = {job.job_id for job in jobs}
+        jobs = [*jobs, *self._registry.jobs_by_id([job_id for job_id in self._holes if job_id not in heard])]
         wanted = {job.job_id: job for job in jobs if self._line.carries(job)}
         known = {job_id for job_id, _, _ in self._topics.values()}
         fresh = [job for job_id, job in wanted.items() if job_id not in known]
@@ -3701,6 +4397,10 @@ class Inbox:
         if word not in ("accepted", "filled", "state_is_life"):
             self.drops[word] = self.drops.get(word, 0) + 1
 
+    def drop(self, topic: str, error: Rejected) -> None:
+        self._count(error.reason)
+        log("dropped a message on %s: %s" % (clean_text(topic)[:100], clean_text(str(error))[:200]))
+
     def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> None:
         """Check messages and store the good ones; every other is counted under its reason.
 
@@ -3712,8 +4412,7 @@ class Inbox:
             try:
                 payload = self._accept(topic, raw)
             except Rejected as error:
-                self._count(error.reason)
-                log("dropped a message on %s: %s" % (clean_text(topic)[:100], clean_text(str(error))[:200]))
+                self.drop(topic, error)
                 continue
             if payload["event"] == "state":
                 self._states[payload["job_id"]] = (time.monotonic() + HOLE_WAIT_S, payload)
@@ -3766,9 +4465,8 @@ class Inbox:
             if missing is None:
                 del self._holes[job_id]
                 return
-            data = {"dispatch_token": job.dispatch_token, "attempt_id": job.attempt_id, "from_seq": missing}
-            payload = event_payload(job_id, 0, "resend", utc_now(), "", data)
-            self._line.connection.post(job.topic_prefix + "/control", sign(payload, job.auth_token), False)
+            if job.remote_keys:
+                self._line.connection.post(*control_message(job, "resend", utc_now(), {"from_seq": missing}))
         elif now - since >= HOLE_GIVEN_UP_S:
             del self._holes[job_id]
             missing = self._registry.missing_numbers(self._registry.job(job_id))
@@ -3785,15 +4483,20 @@ def limits_of(job: Job, beat: Optional[Beat], watched_s: float, subscribed_s: Op
 
     T runs from delivery or claim to the first event, idle from then on, renewed by events
     and beats; both count only while somebody looked (`watched_s`) and, for a remote job,
-    was subscribed (`subscribed_s`). The wall clock runs from delivery, whoever looks.
+    was subscribed (`subscribed_s`). The wall clock runs, whoever looks, from delivery; on both
+    sides of a remote job from the moment its runner has started the command.
     """
+    is_remote = job.transport == "remote"
     in_hand = elapsed_s(job.delivered_mono, job.delivered_at)
     if in_hand is None:
         in_hand = elapsed_s(job.claimed_mono, job.claimed_at)
-    if in_hand is None:
-        return []                               # nobody has it yet: an unclaimed queue waits without a deadline
-    limits = [_Limit(job.timeout_sec - in_hand, "deadline_timeout", "no end within %gs" % job.timeout_sec)]
-    if job.transport == "remote":
+    if in_hand is None or is_remote and job.delivery == "sending" and not job.last_event_mono:
+        return []      # nobody has it yet: an unclaimed queue waits without a deadline; a runner is being looked for
+    worked_s = elapsed_s(job.claimed_mono, job.claimed_at) if is_remote and job.runner else in_hand
+    limits = []
+    if worked_s is not None and not (job.delivery == "none" and job.runner):      # (adopted: it waits for a free slot)
+        limits.append(_Limit(job.timeout_sec - worked_s, "deadline_timeout", "no end within %gs" % job.timeout_sec))
+    if is_remote:
         if subscribed_s is None:
             return limits
         watched_s = min(watched_s, subscribed_s)
@@ -3941,8 +4644,10 @@ class Clock:
 class Daemon:
     """The loop: lines, clock, take-over, and the rules of coming and going."""
 
-    def __init__(self, registry: Registry, settings: Settings, lock: FileLock):
+    def __init__(self, registry: Registry, settings: Settings, lock: FileLock, guest: Optional[Guest] = None):
+        """`guest`: the runner whose registry this is; the daemon then stays until that is done."""
         self._registry, self._settings, self._lock = registry, settings, lock
+        self._guest, self._is_runner = guest or Guest(), guest is not None
         self._wake_fd = self._open_wake()
         self._lines: Dict[Broker, Line] = {}
         self._clock = Clock(registry, settings, self._on_wire)
@@ -3968,22 +4673,27 @@ class Daemon:
 
     def run(self) -> int:
         """Until there is nothing to do, or another is to take over, or the registry has gone."""
+        code = Exit.OK
         try:
             while not self._turn():
                 self._wait()
         except Terminated:
             log("ended by SIGTERM")
+        except KeyboardInterrupt:
+            code = Exit.INTERRUPTED
         except MamError as error:
             if error.code != "registry_gone":
                 raise
             log(error.message)
+        self._guest.leave()
         for line in self._lines.values():
             line.close()
-        return Exit.OK
+        return code
 
-    def _line(self, broker: Broker) -> Line:
+    def line(self, broker: Broker) -> Line:
         if broker not in self._lines:
-            self._lines[broker] = Line(self._registry, self._settings, broker, lambda: _write_wake(self._wake_fd))
+            self._lines[broker] = Line(self._registry, self._settings, broker, lambda: _write_wake(self._wake_fd),
+                                       self._guest)
         return self._lines[broker]
 
     def _line_to(self, address: str) -> None:
@@ -3995,7 +4705,7 @@ class Daemon:
             log(error.message)
             return
         if broker:
-            self._line(broker)
+            self.line(broker)
 
     def _on_wire(self, job_id: str) -> bool:
         job = self._clock.jobs.get(job_id)
@@ -4024,12 +4734,15 @@ class Daemon:
             for line in self._lines.values():
                 connects = line.connects
                 line.turn(now)
-                if line.connects != connects:
+                if line.connects != connects or line.dispatcher.changed:
                     self._dirty = True       # subscriptions are made by a look
+                    line.dispatcher.changed = False
                 if line.inbox.changed:
                     changed, line.inbox.changed = sorted(line.inbox.changed), set()
                     self._clock.refresh(self._registry.jobs_by_id(changed), self._registry.beats(), now)
             if self._clock.turn(now):
+                self._dirty = True
+            if self._guest.turn(now):
                 self._dirty = True
             if now >= self._takeover_at:
                 self._takeover_at = now + TAKEOVER_S
@@ -4040,6 +4753,7 @@ class Daemon:
                     if is_left_behind(run):
                         spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
                                    supervisor_log(self._registry))
+                self._registry.forget_unanswered(utc_before(ANSWER_WAIT_S))
                 self._enqueue(self._registry.jobs_by_id(self._registry.jobs_owing(1000)))
                 for line in self._lines.values():
                     line.fence()
@@ -4076,11 +4790,12 @@ class Daemon:
                 log(error.message)
                 continue
             if broker:
-                self._line(broker)
-        remote = self._registry.open_remote_jobs()
+                self.line(broker)
+        remote = self._registry.heard_jobs()
         for line in self._lines.values():
             line.inbox.forget_keys(changed)
             line.inbox.watch(remote)
+            line.dispatcher.watch(remote)
         self._enqueue(jobs)
         self._cursor = cursor        # last: if anything failed on the way, all of it is looked at again
 
@@ -4128,13 +4843,15 @@ class Daemon:
                 drops[reason] = drops.get(reason, 0) + count
         info = DaemonInfo(True, True, self._me, self._build, lines,
                           sum(len(line.inbox.subscribed) for line in self._lines.values()),
-                          len(self._clock.beats), self._started_at, drops)
+                          len(self._clock.beats), self._started_at, drops, self._guest.describe())
         text = compact_json(info._asdict())
         if text != self._described:
             self._described = text
             self._registry.set_meta("daemon", text)
 
     def _time_to_leave(self, now: float) -> bool:
+        if self._is_runner:
+            return self._guest.done()
         if self._registry.has_work(self._can_send(), compact_json(self._me)):
             self._worked = now
         return now - self._worked > IDLE_LEAVE_S
@@ -4147,7 +4864,7 @@ class Daemon:
         asked = self._registry.meta("daemon_leave")
         if asked is not None:
             self._registry.set_meta("daemon_leave", None)
-        return asked == compact_json(self._me)      # (another: it died before it could obey)
+        return asked == compact_json(self._me) and not self._is_runner     # (another: it died before it could obey)
 
     def _leave(self, whatever: bool = False) -> bool:
         """Unlock, look again, take it back if something came in between: no row is left without a daemon."""
@@ -4158,7 +4875,7 @@ class Daemon:
             for broker in list(self._lines):
                 self._lines.pop(broker).close()
         fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
-        if whatever or not self._registry.has_work(self._can_send(), compact_json(self._me)):
+        if whatever or self._is_runner or not self._registry.has_work(self._can_send(), compact_json(self._me)):
             return True
         return not self._lock.acquire(0)     # somebody else has started one meanwhile, or we go on
 
@@ -4554,7 +5271,11 @@ class Run:
         job = self._job
         self._registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
         if self._registry.job(job.job_id).outcome is None:      # the command may have said all by itself already
-            self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity_of(os.getpid())})
+            beat = {"heartbeat_sec": job.heartbeat_sec, "watch": identity_of(os.getpid())}
+            if job.runner:      # adopted, and so started: now the wall clock of both sides begins
+                self._say("progress", "the command runs", beat, {"spawned": True})
+            else:
+                self._say("started", extra=beat)
         self._announced = True
         ensure_daemon(self._registry, self._settings)
         wake_daemon(self._registry)
@@ -4707,6 +5428,18 @@ class Run:
 
     def _last_line(self) -> str:
         return last_line(self._settings, self._tail)
+
+
+def start_run(registry: Registry, settings: Settings, job: Job) -> bool:
+    """Have an attempt's command run, once, by a `_run` of its own. False: it is on its way already, or over.
+
+    A crash in between leaves it `sending`: it then never runs, for nobody can tell whether it did.
+    """
+    if not registry.move_delivery(job.job_id, job.attempt_id, "none", "sending"):
+        return False
+    spawn_self(["_run", "--attempt-id", str(job.attempt_id), "--", job.job_id], own_environment(settings),
+               supervisor_log(registry))
+    return True
 
 
 def end_orphan(registry: Registry, settings: Settings, job: Job) -> None:
@@ -4897,6 +5630,476 @@ def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> s
 
 
 # ==============================================================================
+# 15. Remote
+#
+# Work on other hosts, which share nothing with us but the broker. A runner is the
+# daemon of a registry of its own, with a guest in it: it says that it is there,
+# adopts what is dispatched to it, and has it run as any local command is. From
+# there on `_run`, the outbox, beats and clocks are those of a local job.
+# ==============================================================================
+
+
+def check_secret(secret: str, name: str) -> str:
+    """A secret that keys can be made from; MamError, which does not show it, if it is none."""
+    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise MamError("%s is not fit to make keys from: it must be at least %d printable ASCII characters without "
+                       "spaces" % (name, MIN_SECRET_CHARS), code="bad_secret",
+                       hint="`mam secret new` makes one; every host that has the old one needs a new key then")
+    return secret
+
+
+def dispatch_secret(settings: Settings) -> str:
+    """MAM_DISPATCH_SECRET, checked; MamError without one."""
+    secret = settings.get("MAM_DISPATCH_SECRET")
+    if not secret:
+        raise MamError("MAM_DISPATCH_SECRET is not set: jobs for other hosts are signed with keys made from it",
+                       code="no_secret", hint="make one with: mam secret new >> .mam.env")
+    return check_secret(secret, "MAM_DISPATCH_SECRET")
+
+
+def keys_for(settings: Settings, session: str) -> MakeKeys:
+    """What makes the keys of an attempt for a remote session, `remote:NAME`."""
+    key = session_key(dispatch_secret(settings), session.partition(":")[2])
+    return lambda job_id, attempt, token: attempt_keys(key, job_id, attempt, token)
+
+
+def runner_keys(settings: Settings, session: str) -> Dict[str, str]:
+    """A runner's session keys by their kid: those it was given, else those it can derive. The newest comes first."""
+    found = [check_secret(settings.get(name), name) for name in ("MAM_SESSION_KEY", "MAM_SESSION_KEY_PREVIOUS")
+             if settings.get(name)]
+    for name in ("MAM_DISPATCH_SECRET", "MAM_DISPATCH_SECRET_PREVIOUS") if not found else ():
+        if settings.get(name):
+            found.append(session_key(check_secret(settings.get(name), name), session))
+    if not found:
+        raise MamError("MAM_SESSION_KEY is not set: a runner needs the key of its session", code="no_secret",
+                       hint="where jobs are delegated: mam secret derive %s; that line goes into .mam.env" % session)
+    return {key_id(key): key for key in found}
+
+
+def check_private_broker(settings: Settings, broker: Optional[Broker], insecure: bool) -> Broker:
+    """The broker for remote work, refused without TLS and a password unless the user says so (DESIGN 13)."""
+    if broker is None:
+        raise MamError("no broker is set, and a remote session needs one", code="no_broker",
+                       hint="set MQTT_BROKER in the environment or in .mam.env")
+    lacks = [word for word, there in (("TLS (MQTT_TLS)", broker.tls), (
+        "a password (MQTT_PASSWORD) or a client certificate (MQTT_CERTFILE)", broker.password or broker.certfile))
+        if not there]
+    allowed = insecure or settings.get("MAM_INSECURE_BROKER").lower() in ("1", "true", "yes", "on")
+    if lacks and not allowed:
+        raise MamError("the broker %s has no %s: prompts and results would lie open on the way" % (
+            broker_address(broker), " and no ".join(lacks)), code="insecure_broker",
+            hint="on a network you trust: --insecure-broker, or MAM_INSECURE_BROKER=1, here and for the runner")
+    return broker
+
+
+def check_dispatch_size(settings: Settings, prompt: str, artifacts: str) -> None:
+    """Refuse a prompt that cannot travel before anything is registered."""
+    limit = min(MAX_PAYLOAD_BYTES, settings.count("MAM_MAX_DISPATCH_BYTES", MAX_PAYLOAD_BYTES))
+    size = len(canonical(prompt)) + len(artifacts) + DISPATCH_ROOM_BYTES
+    if size > limit:
+        raise MamError("the prompt takes %d bytes in a dispatch, and %d are allowed" % (size, limit), code="too_large",
+                       hint="put the long part where the runner's host finds it, and name that place in the prompt")
+
+
+# What a dispatch must carry beside its prompt: the type and, of numbers, that they are positive.
+_NUMBER = (int, float)
+_CONTRACT: Dict[str, Any] = {
+    "agent": str, "role": str, "timeout_sec": _NUMBER, "idle_timeout_sec": _NUMBER, "heartbeat_sec": _NUMBER,
+    "heartbeat_misses": int, "ack_timeout_sec": _NUMBER, "artifacts": list}
+
+
+def check_dispatch(data: Dict[str, Any], now: float) -> None:
+    """Raise Rejected unless a dispatch that is verified and ours can be carried out now.
+
+    `now`: this host's clock, seconds since the epoch; a clock of the other may differ by CLOCK_SKEW_S.
+    """
+    contract = data.get("contract")
+    if not isinstance(contract, dict) or not isinstance(data.get("prompt"), str) \
+            or type(data.get("seq_base")) is not int or data["seq_base"] < 0:
+        raise Rejected("shape", "the dispatch has no prompt, contract or seq_base of the right form")
+    for name, kind in _CONTRACT.items():
+        value: Any = contract.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) \
+                or not isinstance(value, (str, list)) and not 0 < value <= 315360000:
+            raise Rejected("shape", "the contract's %s is %.40r" % (name, value))
+    if not all(isinstance(path, str) and is_inside(path) for path in contract["artifacts"]):
+        raise Rejected("shape", "the contract's artifacts are no relative paths")
+    issued_at, expires_at = data.get("issued_at"), data.get("expires_at")
+    if not isinstance(issued_at, str) or not isinstance(expires_at, str):
+        raise Rejected("shape", "no issued_at or expires_at")
+    if parse_utc(issued_at) > now + CLOCK_SKEW_S:
+        raise Rejected("from_future", "dispatch of %s, and it is %s here: set the clocks" % (
+            clean_text(issued_at)[:40], utc_text(now)))
+    if parse_utc(expires_at) < now - CLOCK_SKEW_S:
+        raise Rejected("expired", "dispatch of %s was good until %s, and it is %s here" % (
+            clean_text(issued_at)[:40], clean_text(expires_at)[:40], utc_text(now)))
+
+
+def find_runners(broker: Broker, root: str, secret: str, wait_s: float) -> Tuple[List[_Seen], int]:
+    """(what the broker knows of runners, how many words of them were signed with other keys).
+
+    Waits until each that is said to be online has given a sign of life, at most `wait_s` seconds.
+    """
+    connection = Connection(broker)
+    mid = connection.subscribe([presence_filter(root + "/x", "+")])
+    began, granted_at = time.monotonic(), 0.0
+    found: Dict[Tuple[str, str], _Seen] = {}
+    strange: set = set()
+    while time.monotonic() < began + wait_s:
+        connection.pump(0.1)
+        received, connection.received = connection.received, []
+        now = time.monotonic()
+        for topic, raw, retained in received:
+            session, runner = topic.split("/")[-2:]
+            try:
+                presence = accept_presence(topic, raw, derive_key(session_key(secret, session), "presence"))
+            except Rejected:
+                strange.update([topic] if raw else [])
+                continue
+            seen = heard_anew(found.get((session, runner)), presence, retained, now)
+            if seen:
+                found[(session, runner)] = seen
+        granted_at = granted_at or (now if connection.granted(mid) else 0.0)
+        if granted_at and now - granted_at > SETTLE_S and all(
+                seen.live_at or seen.presence.state != "online" for seen in found.values()):
+            break
+    connection.close()
+    return [found[key] for key in sorted(found)], len(strange)
+
+
+RunnerOptions = namedtuple("RunnerOptions", "session command feed_stdin workdir slots pool once drain")
+
+
+class Runner(Guest):
+    """One runner of a session: its presence, what it takes on, and how much of it runs at a time."""
+
+    def __init__(self, registry: Registry, settings: Settings, broker: Broker, options: RunnerOptions,
+                 keys: Dict[str, str]):
+        self._registry, self._settings, self._options, self._keys = registry, settings, options, keys
+        self._wire = broker_address(broker)
+        self._root = topic_root(settings)
+        self._me = identity_of(os.getpid())
+        self._presence_key = derive_key(next(iter(keys.values())), "presence")
+        self._instance = random_hex(16)              # of this process: its words are numbered
+        self._beat = 0
+        self._presence_at = 0.0                      # when the next word is due
+        self._said_busy = 0
+        self._connection: Optional[Connection] = None
+        self._presence_mid = self._orders_mid = 0
+        self._others_since = self._orders_since = 0.0        # since when others, and orders, are heard; 0: not yet
+        self._others: Dict[str, _Seen] = {}
+        self._serving_since: Optional[float] = None  # None: another serves, or that is not known yet
+        self._waits_for = ""                         # said once
+        self._cancelled: Dict[Tuple[str, int], Dict[str, Any]] = {}     # heard before their dispatch
+        self._resent_at: Dict[str, float] = {}
+        self._drops: Dict[str, int] = {}
+        self._took = self._committed = False
+        self.hopeless: Callable[[], bool] = lambda: False    # whether the broker has refused us from the beginning
+        self._look_at = 0.0
+        self._version = -1
+        self._open: List[Job] = []                   # adopted and not ended
+        self._at_work = 0                            # commands of ended attempts that are not gone yet
+        self.id = registry.own_id("runner_id")
+        self._recover()
+
+    # -- what a crash left (DESIGN 13) -------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Go on where the runner before was: what it had adopted waits here again, what runs is followed on."""
+        for job in self._registry.adopted_jobs():
+            self._registry.set_supervisor(job.job_id, keeper_of("runner"))
+            if not job.last_event:
+                self._announce(job)
+            elif job.delivery == "none":
+                self._registry.arm_beat(job, self._me)
+
+    def _announce(self, job: Job) -> None:
+        """`started`, with a beat as long as this runner lives: the work may wait for a free slot."""
+        record(self._registry, self._settings, job.job_id, "started", source="runner", attempt=job.attempt_id,
+               detail="adopted by a runner", extra={"heartbeat_sec": job.heartbeat_sec, "watch": self._me})
+
+    # -- presence ----------------------------------------------------------------------------------
+
+    def _presence(self, state: str) -> Tuple[str, bytes, bool]:
+        import platform
+        options = self._options
+        slots = 0 if options.once and self._took or options.drain and self._took else options.slots
+        serving_s = time.monotonic() - self._serving_since if self._serving_since is not None else 0.0
+        presence = Presence(options.session, self.id, state, clean_text(platform.node())[:64], __version__, slots,
+                            self._busy(), options.pool, round(serving_s, 3), self._instance, self._beat, utc_now())
+        return presence_message(self._root, presence, self._presence_key)
+
+    def _busy(self) -> int:
+        return len(self._open) + self._at_work
+
+    def _say_presence(self, now: float) -> None:
+        if self._connection:
+            self._beat += 1
+            self._presence_at, self._said_busy = now + PRESENCE_S, self._busy()
+            self._connection.post(*self._presence("online"))
+
+    def will(self) -> Optional[Tuple[str, bytes, bool]]:
+        return self._presence("offline")
+
+    def describe(self) -> Any:
+        return {"session": self._options.session, "id": self.id, "busy": self._busy(), "slots": self._options.slots,
+                "state": "waiting" if self._serving_since is None else "serving", "refused": dict(self._drops)}
+
+    # -- the connection ----------------------------------------------------------------------------
+
+    def connected(self, connection: Connection) -> None:
+        self._connection = connection
+        self._others_since = self._orders_since = 0.0
+        self._orders_mid = 0
+        self._presence_mid = connection.subscribe([presence_filter(self._root + "/x", self._options.session)])
+        if self._serving_since is not None:
+            self._serve()
+
+    def disconnected(self) -> None:
+        self._connection = None
+
+    def may_send(self) -> bool:
+        """Not before what was taken back meanwhile has come: an end that was overruled must not be retained again."""
+        return self._serving_since is None or self._orders_since > 0.0
+
+    def _serve(self) -> None:
+        """Listen for orders: control before dispatch, for a broker sends what it retains in this order."""
+        if self._connection:
+            self._orders_mid = self._connection.subscribe([control_topic(self._root + "/+"),
+                                                           dispatch_topic(self._root + "/+")])
+            self._say_presence(time.monotonic())
+
+    def _stands_aside(self, now: float) -> str:
+        """The other runner that serves the session, or may; "" if none does. Of a pool, several do."""
+        for seen in self._others.values():
+            if seen.presence.state != "online" or seen.presence.pool and self._options.pool:
+                continue
+            if seen.lives(now) or seen.live_at is None and now - self._others_since < SILENT_S:
+                return "%s on %s" % (seen.presence.runner, seen.presence.host)
+        return ""
+
+    def _begin(self, now: float) -> None:
+        """Serve as soon as nobody else does."""
+        connection = self._connection
+        if connection is None:
+            return
+        if not self._others_since:
+            self._others_since = now if connection.granted(self._presence_mid) else 0.0
+        elif now - self._others_since > SETTLE_S:
+            other = self._stands_aside(now)
+            if not other:
+                self._serving_since = now
+                log("runner %s serves remote:%s on %s, %d at a time" % (
+                    self.id, self._options.session, self._wire, self._options.slots))
+                self._serve()
+            elif other != self._waits_for:
+                self._waits_for = other
+                log("runner %s serves remote:%s; this one waits until it has been silent for %ds" % (
+                    other, self._options.session, SILENT_S))
+
+    def _meet(self, topic: str, raw: bytes, retained: bool, now: float) -> None:
+        """Hear of another runner. Of two that began at once, the one that began later steps back."""
+        presence = accept_presence(topic, raw, self._presence_key)
+        if presence.runner == self.id:
+            if presence.instance != self._instance and not retained and presence.state == "online":
+                log("ALARM: another process uses this runner's id: its registry was copied; remove runner-%s there" %
+                    self._options.session)
+            return
+        seen = heard_anew(self._others.get(presence.runner), presence, retained, now)
+        if seen:
+            self._others[presence.runner] = seen
+        if not seen or not seen.lives(now) or self._serving_since is None or presence.pool and self._options.pool:
+            return
+        mine_s = now - self._serving_since
+        if presence.serving_s > mine_s + 1 or presence.serving_s > mine_s - 1 and presence.runner < self.id:
+            log("runner %s on %s serves remote:%s as well, and came first: this one takes nothing more" % (
+                presence.runner, presence.host, self._options.session))
+            self._serving_since = None
+            if self._connection:
+                self._connection.unsubscribe([dispatch_topic(self._root + "/+")])
+                self._connection.post(*self._presence("offline"))
+
+    # -- orders ------------------------------------------------------------------------------------
+
+    def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
+        """Presences of others, control, dispatches; what is none of these is not ours."""
+        rest = []
+        for topic, raw, retained in received:
+            kind = topic.rpartition("/")[2]
+            ours = topic.startswith(self._root + "/") and kind in ("control", "dispatch")
+            try:
+                if not raw:
+                    continue
+                if topic.startswith(self._root + "-runners/"):
+                    self._meet(topic, raw, retained, time.monotonic())
+                elif not ours:
+                    rest.append((topic, raw, retained))
+                else:
+                    payload = accept_order(topic, raw, kind, self._options.session, self._keys)
+                    (self._control if kind == "control" else self._dispatch)(payload)
+            except Rejected as error:
+                self._refused(topic, error)
+        return rest
+
+    def _refused(self, topic: str, error: Rejected) -> None:
+        if error.reason != "other_session":
+            self._drops[error.reason] = self._drops.get(error.reason, 0) + 1
+            log("refused a message on %s: %s" % (clean_text(topic)[:100], clean_text(str(error))[:300]))
+
+    def _dispatch(self, payload: Dict[str, Any]) -> None:
+        """Adopt an attempt that is given to this runner; one that cannot be carried out is answered with why."""
+        data, job_id = payload["data"], payload["job_id"]
+        if data.get("runner") != self.id:
+            return
+        why, usable = "", True
+        try:
+            check_dispatch(data, time.time())
+        except Rejected as error:
+            why, usable = str(error), error.reason != "shape"
+        if not why and (self._serving_since is None or self._options.once and self._took):
+            why = "the runner takes no more work"
+        attempt = data["attempt_id"]
+        key = self._keys[data["kid"]]
+        word = self._registry.adopt(
+            self._record(payload, usable), attempt, data["dispatch_token"], data["seq_base"] if usable else 0,
+            lambda *of: attempt_keys(key, *of), self.id)
+        if word != "adopted":
+            if word != "known":
+                self._refused(dispatch_topic(job_id), Rejected(word, "dispatch of attempt %d is %s" % (attempt, word)))
+            return
+        self._committed = self._took = True
+        job = self._registry.job(job_id)
+        cancelled = self._cancelled.pop((job_id, attempt), None)
+        if cancelled:
+            self._overrule(job, cancelled)
+        elif why:
+            log("refused attempt %d of job %s: %s" % (attempt, job_id, why))
+            record(self._registry, self._settings, job_id, "spawn_failed", source="runner", detail=why, attempt=attempt)
+        else:
+            log("took attempt %d of job %s" % (attempt, job_id))
+            self._announce(job)
+
+    def _record(self, payload: Dict[str, Any], usable: bool) -> Dict[str, Any]:
+        """The job of a dispatch as this host keeps it; of one that is refused for its shape, as much as it takes to
+        answer."""
+        options, contract = self._options, payload["data"]["contract"] if usable else {}
+        prompt = payload["data"]["prompt"] if usable else ""
+
+        def term(name: str, default: Any) -> Any:
+            return contract.get(name, default)
+        return {
+            "job_id": payload["job_id"], "title": title_of(prompt), "prompt": prompt, "job_type": "direct",
+            "agent": clean_text(term("agent", DEFAULT_AGENT)), "role": clean_text(term("role", "")),
+            "agent_session": "exec:" + options.session, "topic_prefix": "%s/%s" % (self._root, payload["job_id"]),
+            "timeout_sec": term("timeout_sec", DEFAULT_TIMEOUT_S), "idle_timeout_sec": term("idle_timeout_sec", 120),
+            "heartbeat_sec": term("heartbeat_sec", DEFAULT_HEARTBEAT_S),
+            "heartbeat_misses": term("heartbeat_misses", DEFAULT_HEARTBEAT_MISSES),
+            "ack_timeout_sec": term("ack_timeout_sec", DEFAULT_ACK_TIMEOUT_S),
+            "expected_artifacts": compact_json(term("artifacts", [])), "max_iterations": 1, "transport": "local",
+            "workdir": options.workdir, "command": options.command, "feed_stdin": int(options.feed_stdin),
+            "wire": self._wire, "supervisor": keeper_of("runner")}
+
+    def _control(self, payload: Dict[str, Any]) -> None:
+        """`resend`: what is asked for goes out again. `cancel`: the attempt ends here as it has ended there."""
+        data, job_id, attempt = payload["data"], payload["job_id"], payload["data"]["attempt_id"]
+        found = self._registry.jobs_by_id([job_id])
+        if payload["event"] == "resend":
+            first, now = data.get("from_seq"), time.monotonic()
+            if type(first) is not int or first < 1:
+                raise Rejected("shape", "from_seq is %.40r" % (first,))
+            if found and now - self._resent_at.get(job_id, -60.0) > 1.0:
+                self._resent_at[job_id] = now
+                self._committed |= bool(self._registry.owe_from(job_id, attempt, first))
+        elif data.get("status") not in TERMINAL_STATUSES or not is_name(str(data.get("reason"))):
+            raise Rejected("shape", "a cancel without a status or reason of the right form")
+        elif found and found[0].attempt_id == attempt:
+            self._overrule(found[0], data)
+        elif not found or found[0].attempt_id < attempt:
+            if len(self._cancelled) > 10000:
+                self._cancelled.clear()          # (a dispatch of that age is refused as expired)
+            self._cancelled[(job_id, attempt)] = data
+
+    def _overrule(self, job: Job, data: Dict[str, Any]) -> None:
+        answer = self._registry.transition(
+            job.job_id, "overruled", expected_attempt=job.attempt_id, source="runner",
+            fields={"status": data["status"], "reason": data["reason"],
+                    "detail": "Job %s closed: %s" % (job.job_id, data["reason"])})
+        if not answer.committed:
+            self._registry.owe_answer(job.job_id, job.attempt_id)
+        self._committed = True
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> bool:
+        """Begin to serve, say that we are there, start what waits. True if anything was committed."""
+        connection = self._connection
+        if self._serving_since is None:
+            self._begin(now)
+        elif connection and not self._orders_since and connection.granted(self._orders_mid) is not None:
+            self._orders_since = now
+        elif connection and (now >= self._presence_at or self._busy() != self._said_busy and
+                             now > self._presence_at - PRESENCE_S + LOOK_S):
+            self._say_presence(now)
+        committed, self._committed = self._committed, False
+        version = self._registry.data_version()
+        if committed or version != self._version or now >= self._look_at:
+            self._version, self._look_at = version, now + 1.0
+            committed |= self._look()
+        return committed
+
+    def _look(self) -> bool:
+        """Start what waits while a slot is free; close what was to be spawned and has no process."""
+        committed = False
+        before, self._open = self._open, self._registry.adopted_jobs()
+        gone = {job.job_id for job in before} - {job.job_id for job in self._open}
+        for job in self._registry.jobs_by_id(sorted(gone)):
+            log("attempt %d of job %s has ended: %s" % (job.attempt_id, job.job_id, job.status))
+        leaving = {job_id for job_id, _, _ in self._registry.ended_attempts_at_work()}
+        self._at_work = len(leaving)
+        free = self._options.slots - len(leaving) - sum(job.delivery != "none" for job in self._open)
+        for job in self._open:
+            if job.delivery == "sending" and not job.run and (elapsed_s(job.delivered_mono) or 0.0) > SPAWN_WAIT_S:
+                record(self._registry, self._settings, job.job_id, "supervisor_lost", source="runner",
+                       attempt=job.attempt_id, last_seq=job.last_seq,
+                       detail="the runner died while it started the command: whether it ran cannot be told")
+                committed = True
+            elif job.delivery == "none" and job.outcome is None and job.job_id not in leaving and free > 0:
+                free -= 1
+                committed |= self._spawn(job)
+        return committed
+
+    def _spawn(self, job: Job) -> bool:
+        try:
+            write_brief(self._registry, job)
+            return start_run(self._registry, self._settings, job)
+        except OSError as error:      # no space, no more processes: it is tried again at the next look
+            log("job %s cannot be started now: %s" % (job.job_id, error))
+            return False
+
+    def done(self) -> bool:
+        """Whether --once or --drain has nothing more to do: all that was taken has ended and is sent."""
+        options, now = self._options, time.monotonic()
+        if self.hopeless():
+            return True
+        waits = options.drain and (not self._orders_since or now - self._orders_since < 2 * SETTLE_S)
+        if not (options.once and self._took or options.drain) or waits or self._busy():
+            return False
+        return not self._registry.adopted_jobs() and not self._registry.jobs_owing(1)
+
+    def leave(self) -> None:
+        """End in good order: what only waits here is answered; what runs goes on, and the daemon follows it."""
+        try:
+            for job in self._registry.adopted_jobs():
+                if job.delivery == "none":
+                    record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner",
+                           attempt=job.attempt_id, detail="the runner was ended before it began")
+            if self._connection:
+                self._connection.publish([self._presence("offline")])
+        except (BrokerError, MamError) as error:
+            log("leaving: %s" % error)
+
+
+# ==============================================================================
 # 16. Delegation
 #
 # From a prompt to a certain end: register, hand over exactly once, follow. What a
@@ -4913,9 +6116,10 @@ def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
     kind, _, name = job.agent_session.partition(":")
     write_brief(registry, job)
     if kind == "exec":
-        if registry.move_delivery(job.job_id, job.attempt_id, "none", "sending"):
-            spawn_self(["_run", "--attempt-id", str(job.attempt_id), "--", job.job_id], own_environment(settings),
-                       supervisor_log(registry))
+        start_run(registry, settings, job)
+    elif kind == "remote":      # the daemon finds a runner, and tells it
+        registry.move_delivery(job.job_id, job.attempt_id, "none", "sending")
+        wake_daemon(registry)
     elif kind == "tmux":
         _hand_to_pane(registry, settings, job, TmuxSession(settings, name))
     return registry.job(job.job_id)
@@ -4947,15 +6151,22 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
         registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
 
 
+def preflight_remote(settings: Settings, job: Dict[str, Any], block: Optional[Dict[str, Any]], insecure: bool) -> None:
+    """Refuse a remote job that could not be dispatched: no secret, no or an open broker, too long a prompt."""
+    dispatch_secret(settings)
+    check_private_broker(settings, broker_settings(settings, block), insecure)
+    check_dispatch_size(settings, job["prompt"], job["expected_artifacts"])
+
+
 def preflight(settings: Settings, session: str, command: Optional[str], workdir: str) -> None:
     """Refuse what cannot work before anything is registered."""
     kind, _, name = session.partition(":")
     for variable in ("MAM_TERM_GRACE_S", "MAM_LINGER_S"):
         if settings.get(variable) != "0":
             settings.seconds(variable, 1.0)
-    if kind in ("herdr", "remote"):
-        raise MamError("%s: sessions are not supported by this version" % kind, code="unsupported",
-                       hint="use exec:NAME, tmux:NAME or queue:NAME")
+    if kind == "herdr":
+        raise MamError("herdr: sessions are not supported by this version", code="unsupported",
+                       hint="use exec:NAME, tmux:NAME, remote:NAME or queue:NAME")
     if kind == "exec" and not (command or "").strip():
         raise MamError("an exec: session needs a command", exit=Exit.USAGE, code="no_command",
                        hint="for example: --exec 'claude -p --permission-mode acceptEdits' --stdin")
@@ -5054,7 +6265,7 @@ class Supervisor:
         """Check artifacts, run --validate, settle the job by what came out."""
         import json
         artifacts, missing = [], []
-        for name in json.loads(job.expected_artifacts):
+        for name in json.loads(job.expected_artifacts) if job.transport != "remote" else ():     # (there, they were)
             found = describe_file(os.path.join(job.workdir, name), name, lambda: self._unwanted(job))
             artifacts.append(found) if found else missing.append(name)
         data = {"artifacts": artifacts} if artifacts else {}
@@ -5312,6 +6523,24 @@ def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[s
     return lines
 
 
+def runner_record(presence: Presence, lives: bool) -> Dict[str, Any]:
+    """One runner for `remote list --json`. `silent`: the broker keeps its word, and it has given no sign of life."""
+    state = "silent" if presence.state == "online" and not lives else presence.state
+    return {**presence._asdict(), "state": state}
+
+
+def runner_table(runners: Sequence[Tuple[Presence, bool]], colour: bool) -> List[str]:
+    """`mam remote list`."""
+    if not runners:
+        return ["no runner has ever served a session on this broker"]
+    rows = []
+    for presence, lives in runners:
+        slots = "%d of %d%s" % (presence.busy, presence.slots, ", pool" if presence.pool else "")
+        rows.append((presence.session, presence.runner, runner_record(presence, lives)["state"], slots, presence.host,
+                     presence.version, _ago(elapsed_s(None, presence.timestamp))))
+    return table(("SESSION", "RUNNER", "STATE", "BUSY", "HOST", "MAM", "LAST SEEN"), rows, colour)
+
+
 def result_line(job: Job) -> str:
     """The last line of a delegation."""
     return "RESULT job=%s %s after %s: %s" % (
@@ -5515,26 +6744,33 @@ def cmd_register(args: Any) -> int:
     record_.update(job_type=args.job_type, reviewer=args.reviewer, max_iterations=args.max_iterations,
                    reviewer_session=args.reviewer_session and check_session(args.reviewer_session),
                    attempt_id=args.attempt_id)
+    keys = None
+    if record_["transport"] == "remote" and token is None and settings.get("MAM_DISPATCH_SECRET"):
+        keys = keys_for(settings, record_["agent_session"])
     with Registry(settings.registry_dir, create=True) as registry:
-        _out(registry.register(record_, token, args.dispatch_token).job_id)
+        _out(registry.register(record_, token, args.dispatch_token, keys).job_id)
     return Exit.OK
 
 
 def add_delegate(parser: Any) -> None:
     _add_prompt(parser, True)
     parser.add_argument("--agent-session", required=True, metavar="KIND:NAME",
-                        help="exec:NAME (with --exec), tmux:NAME or queue:NAME")
+                        help="exec:NAME (with --exec), tmux:NAME, remote:NAME or queue:NAME")
     parser.add_argument("--exec", dest="command", metavar="CMD", help="the command that does the work, for exec:")
     parser.add_argument("--stdin", action="store_true", help="feed the prompt to the command's stdin")
     parser.add_argument("--workdir", metavar="DIR", help="where the work is done (default: here)")
     parser.add_argument("--validate", metavar="CMD", help="a command that must succeed before the job is completed")
     _add_contract(parser)
+    parser.add_argument("--wait-for-runner", type=_positive, metavar="S",
+                        help="remote: wait up to S seconds for a runner that serves the session (default: not at all)")
+    _add_insecure(parser)
     parser.add_argument("--detach", action="store_true", help="print the job id and do not follow")
     parser.add_argument("--cancel-on-exit", action="store_true", help="cancel the job when this command is ended")
     _add_json(parser)
     _examples(parser, "mam delegate --agent-session exec:demo --exec 'claude -p' --stdin --prompt-file brief.md",
               "mam delegate --agent-session tmux:alice --prompt 'fix the failing test' --artifact report.md",
               "mam delegate --agent-session exec:x --exec 'make all' --prompt build --validate 'make check'",
+              "mam delegate --agent-session remote:gpu1 --prompt-file brief.md --wait-for-runner 60",
               "mam delegate --agent-session exec:x --exec ./work.sh --prompt go --detach; mam watch JOB")
 
 
@@ -5546,15 +6782,22 @@ def cmd_delegate(args: Any) -> int:
     prompt = _prompt_of(args) or ""
     record_ = _contract(args, settings, prompt, workdir)
     record_.update(command=args.command, feed_stdin=int(args.stdin), validate_cmd=args.validate,
-                   supervisor=keeper_of("delegate"))
+                   runner_wait_s=args.wait_for_runner, supervisor=keeper_of("delegate"))
     for name, text in (("--exec", args.command), ("--validate", args.validate)):
         if text is not None and ("\0" in text or not is_encodable(text)):
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
     preflight(settings, args.agent_session, args.command, workdir)
     block = None if args.broker is None else parse_broker_flag(args.broker)
+    keys = None
+    if record_["transport"] == "remote":
+        preflight_remote(settings, record_, block, args.insecure_broker)
+        keys = keys_for(settings, args.agent_session)
+    elif args.wait_for_runner:
+        raise MamError("--wait-for-runner goes with a remote: session, not with %s" % args.agent_session,
+                       exit=Exit.USAGE, code="usage")
     warn_public_broker(broker_settings(settings, block))
     with Registry(settings.registry_dir, create=True) as registry:
-        job = registry.register(record_)
+        job = registry.register(record_, keys=keys)
         try:
             ensure_daemon(registry, settings)     # before delivery: from then on its clocks run
             job = _hand_over(registry, settings, job)
@@ -5567,6 +6810,11 @@ def cmd_delegate(args: Any) -> int:
         except (KeyboardInterrupt, Terminated, BrokenPipeError):
             _leave(registry, settings, job.job_id, args.cancel_on_exit)
             raise
+
+
+def _add_insecure(parser: Any) -> None:
+    parser.add_argument("--insecure-broker", action="store_true",
+                        help="remote: allow a broker without TLS or password (also MAM_INSECURE_BROKER=1)")
 
 
 def _hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
@@ -5591,7 +6839,7 @@ def _follow_delegated(settings: Settings, job: Job, as_json: bool) -> int:
     """Show the events of a job's attempt to its end; its result last."""
     with Registry(settings.registry_dir) as reading:
         follower = Follower(reading, [job.job_id], job.attempt_id)
-        follow(follower, _emitter(as_json), lambda: follower.done, _caretaker(settings))
+        follow(follower, _emitter(as_json), lambda: follower.done, _caretaker(settings, follower=follower, jobs=[job]))
         ended = follower.ended()[0]
         _out(compact_json({"result": overview_json(ended, None)}) if as_json else result_line(ended))
         if not _wait_delivered(reading, ended.job_id, 0, 1.0).sent:
@@ -6074,6 +7322,9 @@ def _cancel(registry: Registry, settings: Settings, job_id: str, detail: str) ->
     if answer.committed or answer.idempotent:
         end_run_of(registry, settings, job_id)
         _try_delivery(registry, settings, answer.job)
+        deadline = time.monotonic() + CANCEL_WAIT_S
+        while not registry.answered(job_id, answer.job.attempt_id) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     return answer
 
 
@@ -6099,7 +7350,12 @@ def cmd_cancel(args: Any) -> int:
         if not answer.committed and not answer.idempotent:
             end_left_behind(registry, settings, job_id)
             raise MamError("refused: %s" % answer.reason, exit=Exit.REFUSED, code="refused")
-        _say(answer.reason if answer.idempotent else "job %s is cancelled" % job_id)
+        word = answer.reason if answer.idempotent else "job %s is cancelled" % job_id
+        if answer.job.dispatch and not registry.answered(job_id, answer.job.attempt_id):
+            word += "; runner %s has not answered yet, and ends the work as soon as it hears of it" % answer.job.runner
+        elif answer.job.dispatch and answer.committed:
+            word += ", and runner %s has ended it" % answer.job.runner
+        _say(word)
     return Exit.OK
 
 
@@ -6109,16 +7365,23 @@ def add_redispatch(parser: Any) -> None:
     _add_prompt(parser, False)
     parser.add_argument("--follow", action="store_true", help="follow it as delegate does")
     parser.add_argument("--no-deliver", action="store_true", help="only open the attempt")
+    _add_insecure(parser)
     _add_json(parser)
     _examples(parser, "mam redispatch 918b0612", "mam redispatch 918b0612 --force --prompt-file better.md --follow")
 
 
 def cmd_redispatch(args: Any) -> int:
     """Open another attempt with new tokens, and hand it over as the first one was."""
+    import json
     settings = load_settings(args.registry_dir)
     job_id, prompt = _job_of(args), _prompt_of(args)
     with Registry(settings.registry_dir) as registry:
-        deliver_it = not args.no_deliver and can_deliver(registry.job(job_id))
+        before = registry.job(job_id)
+        deliver_it = not args.no_deliver and can_deliver(before)
+        if deliver_it and before.transport == "remote":
+            text = prompt if prompt is not None else registry.prompt(job_id)
+            preflight_remote(settings, {**before._asdict(), "prompt": text},
+                             before.broker and json.loads(before.broker), args.insecure_broker)
         keeper = keeper_of("delegate") if deliver_it else None     # set with the attempt: nobody else starts it
         answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt,
                                                           "supervisor": keeper}, "operator")
@@ -6141,7 +7404,9 @@ def _redispatch(registry: Registry, settings: Settings, job_id: str, fields: Dic
     """Open the next attempt; the old one's command is gone when this returns."""
     before = registry.job(job_id)
     keeper = fields.get("supervisor") or (None if can_deliver(before) else before.supervisor)   # a queue keeps its own
-    answer = registry.transition(job_id, "redispatch", source=source, fields={**fields, "supervisor": keeper})
+    keys = keys_for(settings, before.agent_session) if before.remote_keys else None
+    answer = registry.transition(job_id, "redispatch", source=source, fields={
+        **fields, "supervisor": keeper, "keys": keys})
     if answer.committed:
         end_run_of(registry, settings, job_id)
     return answer
@@ -6328,6 +7593,114 @@ def cmd_run_daemon(args: Any) -> int:
         return Daemon(registry, settings, lock).run()
 
 
+# -- other hosts ------------------------------------------------------------------------
+
+
+def add_remote(parser: Any) -> None:
+    parser.add_argument("action", choices=("run", "list"), help="serve a session on this host; or show who serves what")
+    parser.add_argument("--session", metavar="S", help="run: the session, for jobs to remote:S")
+    parser.add_argument("--exec", dest="command", metavar="CMD", help="run: the command that does the work of a job")
+    parser.add_argument("--stdin", action="store_true", help="run: feed the prompt to the command's stdin")
+    parser.add_argument("--workdir", metavar="DIR", help="run: where the work is done (default: here)")
+    parser.add_argument("--parallel", type=_count, default=1, metavar="N", help="run: jobs at a time (default 1)")
+    parser.add_argument("--pool", action="store_true",
+                        help="run: others may serve the same session; a job goes to the least loaded")
+    parser.add_argument("--once", action="store_true", help="run: take one job, and leave when it has ended")
+    parser.add_argument("--drain", action="store_true", help="run: take what waits already, and leave when all is done")
+    _add_insecure(parser)
+    _add_json(parser)
+    _examples(parser, "mam remote run --session gpu1 --exec 'claude -p --permission-mode acceptEdits' --stdin",
+              "mam remote run --session builders --exec ./work.sh --pool --parallel 4", "mam remote list")
+
+
+def cmd_remote(args: Any) -> int:
+    """Run a runner on this host, or list those that the broker knows. Needs a broker and, for a runner, its session's
+    key (MAM_SESSION_KEY, made by `mam secret derive S`)."""
+    settings = load_settings(args.registry_dir)
+    broker = check_private_broker(settings, broker_settings(settings), args.insecure_broker)
+    warn_public_broker(broker)
+    if args.action == "list":
+        return _list_runners(args, settings, broker)
+    if not args.session or not is_name(args.session):
+        raise MamError("--session %r: a session is 1 to 64 of letters, digits, _ and -" % (args.session or ""),
+                       exit=Exit.USAGE, code="usage")
+    if not (args.command or "").strip() or "\0" in args.command or not is_encodable(args.command):
+        raise MamError("--exec: a runner needs a command, in UTF-8", exit=Exit.USAGE, code="no_command",
+                       hint="for example: --exec 'claude -p --permission-mode acceptEdits' --stdin")
+    workdir = os.path.abspath(args.workdir or os.getcwd())
+    preflight(settings, "exec:" + args.session, args.command, workdir)
+    options = RunnerOptions(args.session, args.command, args.stdin, workdir, args.parallel, args.pool, args.once,
+                            args.drain)
+    keys = runner_keys(settings, args.session)
+    settings.registry_dir = os.path.join(settings.registry_dir, "runner-" + args.session)
+    return _run_runner(settings, broker, options, keys)
+
+
+def _run_runner(settings: Settings, broker: Broker, options: RunnerOptions, keys: Dict[str, str]) -> int:
+    """Be the daemon of the runner's own registry until it is done, then leave an ordinary one to what still runs."""
+    raise_on_sigterm()
+    with Registry(settings.registry_dir, create=True) as registry, FileLock(lock_path(registry)) as lock:
+        deadline = time.monotonic() + 10.0
+        while not lock.acquire(0.1):
+            info = daemon_info(registry)
+            if info.runner or time.monotonic() > deadline:
+                raise MamError("a runner of remote:%s runs here already%s" % (
+                    options.session, " (process %d)" % info.process["pid"] if info.process else ""), exit=Exit.BUSY,
+                    code="runner_runs", hint="end it, or use another --registry-dir for a second one (with --pool)")
+            if info.alive:
+                ask_to_leave(registry, info)
+        runner = Runner(registry, settings, broker, options, keys)
+        daemon = Daemon(registry, settings, lock, runner)
+        line = daemon.line(broker)
+        runner.hopeless = lambda: line.final and not line.connects
+        code = daemon.run()
+        if runner.hopeless():
+            raise MamError(line.why, exit=Exit.BROKER, code="broker", hint="check .mam.env on this host")
+    with Registry(settings.registry_dir) as registry:
+        ensure_daemon(registry, settings)
+    return code
+
+
+def _list_runners(args: Any, settings: Settings, broker: Broker) -> int:
+    try:
+        found, strange = find_runners(broker, topic_root(settings), dispatch_secret(settings), PRESENCE_S + SETTLE_S)
+    except BrokerError as error:
+        raise MamError(error.why, exit=Exit.BROKER, code="broker", hint="check MQTT_BROKER and MQTT_PORT") from None
+    if args.json:
+        _dump([runner_record(seen.presence, seen.live_at is not None) for seen in found])
+    else:
+        for line in runner_table([(seen.presence, seen.live_at is not None) for seen in found],
+                                 _wants_colour(settings)):
+            _out(line)
+    if strange:
+        _say("%d more are signed with another secret than MAM_DISPATCH_SECRET here" % strange)
+    return Exit.OK
+
+
+def add_secret(parser: Any) -> None:
+    parser.add_argument("action", choices=("new", "derive"), help="make MAM_DISPATCH_SECRET; or a session's key of it")
+    parser.add_argument("session", nargs="?", metavar="S", help="derive: the session")
+    _add_json(parser)
+    _examples(parser, "mam secret new >> .mam.env            # where jobs are delegated",
+              "mam secret derive gpu1 | ssh gpu-host 'cat >> work/.mam.env'     # for a host that serves remote:gpu1")
+
+
+def cmd_secret(args: Any) -> int:
+    """Make the secret from which the keys of remote jobs come, or the key of one session: a line for .mam.env. A host
+    with a session's key can sign and check for that session, and for no other."""
+    settings = load_settings(args.registry_dir)
+    if args.action == "new" and not args.session:
+        name, value = "MAM_DISPATCH_SECRET", random_token()
+    elif args.action == "derive" and args.session and is_name(args.session):
+        name, value = "MAM_SESSION_KEY", session_key(dispatch_secret(settings), args.session)
+    else:
+        raise MamError("secret %s: %s" % (args.action, "takes no session" if args.action == "new" else
+                                          "name one session, of letters, digits, _ and -"), exit=Exit.USAGE,
+                       code="usage", hint="mam secret derive gpu1")
+    _out(compact_json({"name": name, "value": value}) if args.json else "%s=%s" % (name, value))
+    return Exit.OK
+
+
 # -- background parts --------------------------------------------------------------------
 
 
@@ -6385,6 +7758,8 @@ COMMANDS: Dict[str, Command] = {
     "pick": Command(cmd_pick, add_pick, "claim the oldest pending job of a session", "main"),
     "cancel": Command(cmd_cancel, add_cancel, "end a job and its command", "main"),
     "redispatch": Command(cmd_redispatch, add_redispatch, "open another attempt of a job", "main"),
+    "remote": Command(cmd_remote, add_remote, "serve a session on this host, or list who serves what", "main"),
+    "secret": Command(cmd_secret, add_secret, "make the secret of remote jobs, or one session's key", "main"),
     "daemon": Command(cmd_daemon, add_daemon, "show, stop or run the registry's daemon", "main"),
     "help": Command(cmd_help, add_help, "help on a command, or on v4's verbs: help v4", "main"),
     "register": Command(cmd_register, add_register, "make a pending job, print its id", "v4"),

@@ -1112,7 +1112,7 @@ def test_any_order_and_repetition_of_a_stream_gives_the_same_result(post: Post, 
 
 # ---- its life --------------------------------------------------------------------------------------------------
 
-STATUS_KEYS = {"alive", "turning", "process", "build", "lines", "subscribed", "armed", "started_at", "drops",
+STATUS_KEYS = {"alive", "turning", "process", "build", "lines", "subscribed", "armed", "started_at", "drops", "runner",
                "owed_events", "owed_states", "older_build"}
 
 

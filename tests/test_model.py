@@ -52,6 +52,8 @@ agent_blocked                error      error      error      no         no     
 spawn_failed                 error      error      error      no         no         no         no
 supervisor_lost              error      error      error      no         no         no         no
 session_busy                 cancelled  no         no         no         no         no         no
+overruled:cancelled          cancelled  cancelled  cancelled  cancelled  cancelled  same       cancelled
+overruled:error              error      error      error      error      same       error      same
 redispatch                   no         no         pending    pending    pending    pending    pending
 redispatch+force             pending    pending    pending    pending    pending    pending    pending
 """
