@@ -848,7 +848,7 @@ Job = namedtuple("Job", (
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
     "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
     "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery supervisor "
-    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status"))
+    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status checking"))
 JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
 ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
 
@@ -1262,9 +1262,10 @@ CREATE INDEX jobs_state_owed ON jobs(n) WHERE wire IS NOT NULL AND (state_sent <
 CREATE TABLE attempts(
   job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, dispatch_token TEXT NOT NULL, auth_token TEXT NOT NULL,
   seq_base INTEGER NOT NULL DEFAULT 0, outcome TEXT, created_at TEXT NOT NULL, ended_at TEXT,
-  runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER,
+  runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER, checking TEXT,
   PRIMARY KEY(job_id, attempt_id)) WITHOUT ROWID;
 CREATE INDEX attempts_at_work ON attempts(job_id) WHERE run IS NOT NULL AND run_ended_at IS NULL;
+CREATE INDEX attempts_checking ON attempts(job_id) WHERE checking IS NOT NULL;
 CREATE TABLE events(
   n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, seq INTEGER,
   event TEXT NOT NULL, source TEXT NOT NULL, timestamp TEXT NOT NULL, logged_at TEXT NOT NULL,
@@ -1621,9 +1622,12 @@ class Registry:
         return found
 
     def ended_attempts_at_work(self, job_id: Optional[str] = None) -> List[Tuple[str, int, str]]:
-        """(job id, attempt, run) of attempts that are over and whose command has not been seen to end."""
+        """(job id, attempt, processes) of attempts that are over and whose command has not been seen to end,
+        and of those whose check goes on though nobody waits for its result any more."""
         rows = self._execute("SELECT job_id, attempt_id, run FROM attempts "
-                             "WHERE run IS NOT NULL AND run_ended_at IS NULL AND outcome IS NOT NULL")
+                             "WHERE run IS NOT NULL AND run_ended_at IS NULL AND outcome IS NOT NULL UNION ALL "
+                             "SELECT a.job_id, a.attempt_id, a.checking FROM attempts a JOIN jobs j USING(job_id) "
+                             "WHERE a.checking IS NOT NULL AND (j.phase IS NOT 'validating' OR j.attempt_id <> a.attempt_id)")
         return [(row[0], row[1], row[2]) for row in rows if job_id in (None, row[0])]
 
     def last_ends(self, count: int) -> List[Job]:
@@ -1910,12 +1914,30 @@ class Registry:
         self._execute("UPDATE attempts SET run = ? WHERE job_id = ? AND attempt_id = ?",
                       (compact_json(run), job.job_id, job.attempt_id))
 
-    def close_run(self, job_id: str, attempt: int) -> None:
-        """Note that a command is over that nobody saw exit."""
+    def close_run(self, job_id: str, attempt: int, processes: str) -> None:
+        """Note that a command, or a check, is over that nobody saw exit; known by its record, not to be another."""
         with self.write():
             self._execute("UPDATE attempts SET run_ended_at = ? WHERE job_id = ? AND attempt_id = ? "
-                          "AND run_ended_at IS NULL", (utc_now(), job_id, attempt))
+                          "AND run = ? AND run_ended_at IS NULL", (utc_now(), job_id, attempt, processes))
+            self._execute("UPDATE attempts SET checking = NULL WHERE job_id = ? AND attempt_id = ? AND checking = ?",
+                          (job_id, attempt, processes))
             self._log(self.job(job_id), "ended_command", "_supervise", "the command was ended", {}, attempt)
+
+    def begin_check(self, job: Job, processes: Dict[str, Any]) -> bool:
+        """Record who checks an attempt before the check begins. False: its result is no longer wanted."""
+        with self.write():
+            now = self.job(job.job_id)
+            if now.attempt_id != job.attempt_id or now.phase != "validating":
+                return False
+            self._execute("UPDATE attempts SET checking = ? WHERE job_id = ? AND attempt_id = ?",
+                          (compact_json(processes), job.job_id, job.attempt_id))
+            return True
+
+    def end_check(self, job: Job) -> None:
+        """Note that nothing of an attempt's check runs any more."""
+        with self.write():
+            self._execute("UPDATE attempts SET checking = NULL WHERE job_id = ? AND attempt_id = ?",
+                          (job.job_id, job.attempt_id))
 
     def end_run(self, job: Job, exit_status: Optional[int]) -> None:
         """Note that an attempt's command is over, with its exit status (negative: the signal)."""
@@ -2084,7 +2106,8 @@ class Registry:
         """Whether a daemon is needed: an open job that somebody has in hand, a beat, or (`wired`: where a
         broker may take it) a debt, or a connection other than those of process `me` that was not closed."""
         if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM attempts WHERE run IS NOT NULL "
-                         "AND run_ended_at IS NULL UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
+                         "AND run_ended_at IS NULL UNION ALL SELECT 1 FROM attempts WHERE checking IS NOT NULL "
+                         "UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
                          "AND (delivery <> 'none' OR claimed_at IS NOT NULL "
                          "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
             return True
@@ -2500,28 +2523,6 @@ def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: f
     return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
 
 
-def run_shell(command: str, workdir: str, env: Dict[str, str], output: Any, timeout_s: float,
-              grace_s: float, stop: Callable[[], bool] = lambda: False) -> Optional[int]:
-    """Run a user's shell command in its own group to its end.
-
-    None if it was ended: after timeout_s, or because `stop()` (asked now and then) said so.
-    """
-    import subprocess
-    process = subprocess.Popen(["/bin/sh", "-c", command], cwd=workdir, env=env, stdin=subprocess.DEVNULL,
-                               stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while time.monotonic() < deadline and not stop():
-            try:
-                return process.wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue   # it goes on: ask `stop`, look at the time, wait again
-        return None
-    finally:
-        end_group(process.pid, grace_s, process.poll)
-        process.wait()
-
-
 class GatedChild:
     """A command in its own process group that begins only when it is let.
 
@@ -2530,11 +2531,16 @@ class GatedChild:
     command runs that the registry does not know.
     """
 
-    def __init__(self, command: str, workdir: str, env: Dict[str, str], stdin_path: str):
-        """Fork and wait at the gate. `pid` is also the group; `output` is the read end of its pipe."""
+    def __init__(self, command: str, workdir: str, env: Dict[str, str], stdin_path: str,
+                 output: Optional[int] = None):
+        """Fork and wait at the gate. `pid` is also the group.
+
+        Without a descriptor for its `output` there is a pipe, and `output` is its read end.
+        """
         gate_read, self._gate = os.pipe()
         self._failure, failure_write = os.pipe()
-        self.output, output_write = os.pipe()
+        self.output, output_write = os.pipe() if output is None else (output, os.dup(output))
+        self._status: Optional[int] = None
         self.pid = os.fork()
         if self.pid == 0:
             self._become_command(command, workdir, env, stdin_path, gate_read, failure_write, output_write)
@@ -2571,10 +2577,38 @@ class GatedChild:
 
     def poll(self) -> Optional[int]:
         """The exit status once it has ended (negative: the signal), else None. Reaps it."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid == 0:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        return self._status
+
+
+def run_shell(command: str, workdir: str, env: Dict[str, str], output: Any, timeout_s: float, grace_s: float,
+              stop: Callable[[], bool] = lambda: False,
+              known: Callable[[int], bool] = lambda group: True) -> Optional[int]:
+    """Run a user's shell command in its own group to its end. 126: it could not be started.
+
+    `known(group)` may record it before its first instruction, or say that it is not to begin.
+    None if it did not, or was ended: after timeout_s, or because `stop()` (asked now and then) said so.
+    """
+    child = GatedChild(command, workdir, env, os.devnull, output.fileno())
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    try:
+        if not known(child.pid):
             return None
-        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        failure = child.release()
+        if failure:
+            os.write(output.fileno(), failure.encode("utf-8", "replace"))
+        while time.monotonic() < deadline and not stop():
+            if child.poll() is not None:
+                return child.poll()
+            time.sleep(pause_s)
+            pause_s = min(0.05, 2 * pause_s)
+        return None
+    finally:       # (an unopened gate closes with this process, and the group is ended before)
+        end_group(child.pid, grace_s, child.poll)
+        child.poll()
 
 
 def ignore_sigterm() -> None:
@@ -4981,7 +5015,7 @@ def end_run_of(registry: Registry, settings: Settings, job_id: str) -> None:
             time.sleep(0.02)
         if is_left_behind(text) or group and group_members(group):
             end_command(settings, text)
-            registry.close_run(job_id, attempt)
+            registry.close_run(job_id, attempt, text)
 
 
 def end_left_behind(registry: Registry, settings: Settings, job_id: str) -> None:
@@ -4989,7 +5023,7 @@ def end_left_behind(registry: Registry, settings: Settings, job_id: str) -> None
     for _, attempt, text in registry.ended_attempts_at_work(job_id):
         if is_left_behind(text):
             end_command(settings, text)
-            registry.close_run(job_id, attempt)
+            registry.close_run(job_id, attempt, text)
 
 
 class Supervisor:
@@ -5003,10 +5037,10 @@ class Supervisor:
         """Until none of this is needed any more. At most one per job, by flock; a second leaves at once."""
         folder = os.path.join(self._registry.directory, "locks")
         _make_private_dir(folder)
+        end_left_behind(self._registry, self._settings, self._job_id)     # even if a stopped one holds the lock
         with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
             if not lock.acquire(0):
                 return Exit.OK
-            end_left_behind(self._registry, self._settings, self._job_id)
             me = keeper_of("_supervise")
             while needs_supervisor(self._registry.job(self._job_id)):
                 self._registry.set_supervisor(self._job_id, me)
@@ -5047,12 +5081,15 @@ class Supervisor:
         if is_alive(json.loads(job.run)["supervisor"]) is not False:
             return False
         end_command(self._settings, job.run)       # its `_run` was killed while it tidied up
-        self._registry.close_run(job.job_id, job.attempt_id)
+        self._registry.close_run(job.job_id, job.attempt_id, job.run)
         return True
 
     def _validate(self, job: Job) -> None:
         """Check artifacts, run --validate, settle the job by what came out."""
         import json
+        if job.checking:         # by one like us that died: two checks at once could spoil each other's result
+            end_command(self._settings, job.checking)
+            self._registry.close_run(job.job_id, job.attempt_id, job.checking)
         artifacts, missing = [], []
         for name in json.loads(job.expected_artifacts):
             found = describe_file(os.path.join(job.workdir, name), name, lambda: self._unwanted(job))
@@ -5079,12 +5116,15 @@ class Supervisor:
         left_s = job.timeout_sec - (elapsed_s(job.delivered_mono or job.claimed_mono,
                                               job.delivered_at or job.claimed_at) or 0)
         env = environment_of_work(self._settings, worker_variables(self._registry, self._settings, job))
-
+        me = identity_of(os.getpid())
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         _give_to_owner(path)
         with open(descriptor, "wb") as output:
             status = run_shell(job.validate_cmd, job.workdir, env, output, max(1.0, left_s),
-                               self._settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S), lambda: self._unwanted(job))
+                               self._settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S), lambda: self._unwanted(job),
+                               lambda group: self._registry.begin_check(job, {
+                                   "supervisor": me, "command": identity_of(group), "group": group}))
+        self._registry.end_check(job)
         if status == 0:
             return ""
         if status is None:

@@ -1459,6 +1459,109 @@ def test_a_check_whose_keeper_was_killed_is_done_again_and_settled_once(post: Po
     assert [row[0] for row in ends].count("_supervise") == 1
 
 
+# A check that says when it runs beside another, does not heed TERM, and waits to be let go.
+CHECK = """
+import fcntl, os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lock = open("lock", "a")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    open("overlap", "w").close()
+with open("checks", "a") as checks:
+    checks.write("%d\\n" % os.getpid())
+while not os.path.exists("go"):
+    time.sleep(0.02)
+"""
+
+
+def checks(mam: Mam) -> List[int]:
+    """The pids of the checks that have begun."""
+    path = mam.workspace / "checks"
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def to_be_checked(post: Post, **columns: Any) -> str:
+    """A job whose worker is done, and whose check nobody has begun."""
+    mam = post.mam
+    mam.env = dict(mam.env, MAM_TERM_GRACE_S="0.2")
+    (mam.workspace / "check.py").write_text(CHECK)
+    job = post.add("j", validate_cmd=f"exec '{sys.executable}' check.py", workdir=str(mam.workspace), **columns)
+    post.say(job, "started")
+    post.say(job, "completed")
+    return job
+
+
+@pytest.mark.parametrize("moment, begun", [
+    ("before it is recorded", 1), ("before it begins", 1), ("while it runs", 2), ("after its end", 2)])
+def test_a_check_never_runs_beside_another(post: Post, mam: Mam, moment: str, begun: int) -> None:
+    """Lost: the verdict, to two runs of one test suite in one folder, because the first one's keeper was killed."""
+    hook = {
+        "before it is recorded": "mam.Registry.begin_check = lambda *args: os.kill(os.getpid(), 9)\n",
+        "before it begins": "mam.GatedChild.release = lambda self: os.kill(os.getpid(), 9)\n",
+        "while it runs": "import time\n"
+                         "def release(self, real=mam.GatedChild.release):\n"
+                         "    real(self)\n"
+                         "    while not os.path.exists('checks'):\n"
+                         "        time.sleep(0.01)\n"
+                         "    os.kill(os.getpid(), 9)\n"
+                         "mam.GatedChild.release = release\n",
+        "after its end": "mam.Registry.end_check = lambda *args: os.kill(os.getpid(), 9)\n"}[moment]
+    job = to_be_checked(post)
+    if moment == "after its end":
+        (mam.workspace / "go").touch()
+    assert post.inside.patched(mam, hook)("_supervise", job).code == -signal.SIGKILL
+    again = mam.popen("_supervise", job)
+    poll(lambda: len(checks(mam)) == begun, UP_S, lambda: f"checks {checks(mam)} of {begun}: {again}")
+    assert not (mam.workspace / "overlap").exists()
+    (mam.workspace / "go").touch()
+    assert again.wait().code == 0
+    assert post.job(job).status == "completed" and len(checks(mam)) == begun
+    assert post.rows("SELECT checking FROM attempts") == [(None,)]
+    poll(lambda: not mam.processes(), UP_S, "nothing is left behind")
+
+
+@pytest.mark.parametrize("keeper", ["lives", "is killed", "stands still"])
+@pytest.mark.parametrize("end", ["cancel", "redispatch"])
+def test_a_check_ends_with_its_job_whoever_keeps_it(post: Post, mam: Mam, keeper: str, end: str) -> None:
+    """Lost: a folder, to a check that runs on in it after its job was cancelled or given out anew."""
+    mam.without_daemon()
+    job = to_be_checked(post)
+    run = mam.popen("_supervise", job)
+    poll(lambda: checks(mam), UP_S, "the check runs")
+    group = json.loads(post.job(job).checking)["group"]
+    if keeper == "is killed":
+        os.kill(run.pid, signal.SIGKILL)
+        run.process.wait()
+    elif keeper == "stands still":
+        post.pause(run.pid)
+    mam(*(["cancel", job] if end == "cancel" else ["redispatch", job, "--force", "--no-deliver"]), check=0)
+    assert not post.module.group_members(group)
+    if keeper == "stands still":
+        resume(run.pid)
+    if keeper != "is killed":
+        assert run.wait().code == 0
+    assert post.job(job).status == ("cancelled" if end == "cancel" else "pending")
+    assert len(checks(mam)) == 1 and not any(post.rows("SELECT checking FROM attempts WHERE checking IS NOT NULL"))
+
+
+@pytest.mark.parametrize("keeper", ["is killed", "stands still"])
+def test_the_daemon_ends_a_check_that_is_out_of_time(post: Post, mam: Mam, keeper: str) -> None:
+    """Lost: a host that is busy for ever with the check of a job that was closed long ago."""
+    job = to_be_checked(post, timeout_sec=3.0)
+    run = mam.popen("_supervise", job)
+    poll(lambda: checks(mam), UP_S, "the check runs")
+    post.pause(run.pid)
+    mam(check=0)                                # with a daemon
+    assert post.wait_status(job, "error").reason == "deadline_timeout"
+    if keeper == "is killed":
+        os.kill(run.pid, signal.SIGKILL)
+    group = checks(mam)[0]
+    poll(lambda: not post.module.group_members(group), UP_S, "the check has ended")
+    poll(lambda: post.rows("SELECT checking FROM attempts") == [(None,)], UP_S, "that is noted")
+    assert len(checks(mam)) == 1
+
+
 @pytest.mark.parametrize("moment", ["before delivery", "during delivery", "after delivery"])
 def test_a_delegator_may_be_killed_at_any_moment(post: Post, mam: Mam, moment: str) -> None:
     """Lost: a job that was never begun, was begun twice, or waits for ever for a worker it does not have."""
