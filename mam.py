@@ -855,7 +855,7 @@ ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
 Event = namedtuple("Event", "n job_id attempt_id seq event source timestamp logged_at detail payload "
                             "delivered_at")
 DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscribed armed started_at drops")
-Beat = namedtuple("Beat", "job_id attempt_id period_s watch touched_at touched_mono")
+Beat = namedtuple("Beat", "job_id attempt_id period_s watch armed_mono touched_at touched_mono")
 
 # The requests of DESIGN 6. `by` says whose word it is: a worker's must come from
 # the current attempt, an operator's carries its own authority.
@@ -1275,7 +1275,7 @@ CREATE INDEX events_of_job ON events(job_id, n);
 CREATE INDEX events_owed ON events(job_id, n) WHERE owed = 1;
 CREATE TABLE beats(
   job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
-  armed_at TEXT NOT NULL, armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
+  armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
 CREATE TABLE intents(
   job_id TEXT NOT NULL, identity TEXT NOT NULL, PRIMARY KEY(job_id, identity)) WITHOUT ROWID;
 CREATE TABLE senders(client_id TEXT PRIMARY KEY, broker TEXT NOT NULL, process TEXT NOT NULL);
@@ -1627,7 +1627,8 @@ class Registry:
         rows = self._execute("SELECT job_id, attempt_id, run FROM attempts "
                              "WHERE run IS NOT NULL AND run_ended_at IS NULL AND outcome IS NOT NULL UNION ALL "
                              "SELECT a.job_id, a.attempt_id, a.checking FROM attempts a JOIN jobs j USING(job_id) "
-                             "WHERE a.checking IS NOT NULL AND (j.phase IS NOT 'validating' OR j.attempt_id <> a.attempt_id)")
+                             "WHERE a.checking IS NOT NULL "
+                             "AND (j.phase IS NOT 'validating' OR j.attempt_id <> a.attempt_id)")
         return [(row[0], row[1], row[2]) for row in rows if job_id in (None, row[0])]
 
     def last_ends(self, count: int) -> List[Job]:
@@ -1960,25 +1961,26 @@ class Registry:
     # -- beats ----------------------------------------------------------------------------
 
     def _arm_beat(self, job: Job, period_s: float, watch: Optional[Dict[str, Any]]) -> None:
-        now, moment = utc_now(), instant()
-        self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+        moment = instant()
+        self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, ?, ?, ?, ?)",
                       (job.job_id, job.attempt_id, period_s, compact_json(watch) if watch else None,
-                       now, moment, now, moment))
+                       moment, utc_now(), moment))
 
-    def touch_beat(self, job_id: str, attempt: int) -> bool:
-        """A sign of life, unless the attempt is over or the beat is not armed."""
+    _THIS_BEAT = " WHERE job_id = ? AND attempt_id = ? AND watch IS ? AND armed_mono = ?"
+
+    def touch_beat(self, beat: Beat) -> bool:
+        """A sign of life. False: the attempt is over, or the beat was armed anew."""
         with self.write(durable=False):
-            self._execute("UPDATE beats SET touched_at = ?, touched_mono = ? WHERE job_id = ? AND attempt_id = ?",
-                          (utc_now(), instant(), job_id, attempt))
+            self._execute("UPDATE beats SET touched_at = ?, touched_mono = ?" + self._THIS_BEAT,
+                          (utc_now(), instant(), *beat[:2], beat.watch, beat.armed_mono))
             return bool(self._execute("SELECT changes()")[0][0])
 
-    def drop_beat(self, beat: Beat, why: str) -> None:
-        """Stop a beat and say so; one that was armed anew meanwhile, for another process, goes on."""
+    def drop_beat(self, beat: Beat, source: str, why: str) -> None:
+        """Stop a beat and say so; one that was armed anew meanwhile goes on."""
         with self.write():
-            self._execute("DELETE FROM beats WHERE job_id = ? AND attempt_id = ? AND watch IS ?",
-                          (beat.job_id, beat.attempt_id, beat.watch))
+            self._execute("DELETE FROM beats" + self._THIS_BEAT, (*beat[:2], beat.watch, beat.armed_mono))
             if self._execute("SELECT changes()")[0][0]:
-                self._log(self.job(beat.job_id), "beat_stopped", "daemon", why, {}, beat.attempt_id)
+                self._log(self.job(beat.job_id), "beat_stopped", source, why, {}, beat.attempt_id)
 
     # -- the outbox ------------------------------------------------------------------------
 
@@ -2232,8 +2234,8 @@ class Registry:
         if not (job.claimed_mono or job.delivered_mono):
             changes.update(claimed_at=now, claimed_mono=moment)
         if is_beat:
-            self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
-                          (job.job_id, job.attempt_id, job.heartbeat_sec, now, moment, now, moment))
+            self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?)",
+                          (job.job_id, job.attempt_id, job.heartbeat_sec, moment, now, moment))
         if not is_beat or not job.last_event_mono:       # a beat that comes first counts as `started` (DESIGN 6)
             changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=moment,
                            detail=clean_text(payload["detail"]))
@@ -2440,9 +2442,9 @@ def agent_ancestor() -> Optional[int]:
     """The nearest ancestor of this process that is an agent CLI."""
     pid = os.getppid()
     for _ in range(64):
-        if pid <= 1:
+        if pid < 1:
             return None
-        if AGENT_COMMANDS.intersection(command_names(pid)):
+        if AGENT_COMMANDS.intersection(command_names(pid)):      # (in a container it may well be process 1)
             return pid
         pid = parent_of(pid)
     return None
@@ -2854,6 +2856,17 @@ def _job_lock(registry: Registry, job_id: str) -> FileLock:
     return FileLock(os.path.join(folder, job_id))
 
 
+def is_being_sent(registry: Registry, job_id: str) -> bool:
+    """Whether a publisher is sending a job's news at this moment. (Without a lock file none ever did.)"""
+    path = os.path.join(registry.directory, "locks", job_id)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    with FileLock(path, descriptor) as lock:
+        return not lock.acquire(0)
+
+
 def take_over_dead(registry: Registry, broker: Broker, but: str = "") -> List[str]:
     """Client ids of connections to a broker whose process has died, stands still or gave them up, with
     something on its way. They are ours to end now: two that connected with one id would throw each other out."""
@@ -3078,6 +3091,15 @@ def daemon_is_elsewhere(registry: Registry) -> bool:
     return bool(process) and is_alive(process) is None
 
 
+def beat_beside(registry: Registry, settings: Settings, job_id: str, watch: Optional[Dict[str, Any]]) -> None:
+    """Leave a small `_beat` beside a process that the daemon cannot see. Without one, silence decides."""
+    try:
+        if watch and daemon_is_elsewhere(registry):
+            spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
+    except OSError as error:     # no more processes: what was recorded stands
+        sys.stderr.write("mam: no beat can be left beside process %d: %s\n" % (watch["pid"] if watch else 0, error))
+
+
 def wake_daemon(registry: Registry) -> bool:
     """Make the daemon look at once. False: nobody reads (ENXIO), or there is no FIFO."""
     try:
@@ -3109,9 +3131,12 @@ def start_daemon(registry: Registry, settings: Settings) -> bool:
 
 
 def ensure_daemon(registry: Registry, settings: Settings) -> DaemonInfo:
-    """The living daemon, after starting one if there is work for it and none lives."""
+    """The living daemon, after starting one if there is work for it and none lives.
+
+    One that does not turn may have died in a container, where we cannot see it: the lock knows.
+    """
     info = daemon_info(registry)
-    if not info.alive and os.access(registry.directory, os.W_OK) and registry.has_work(True):
+    if not info.turning and os.access(registry.directory, os.W_OK) and registry.has_work(True):
         try:
             start_daemon(registry, settings)
         except OSError as error:     # no more processes, descriptors, space: the next command tries again
@@ -3289,7 +3314,7 @@ class Dialer:
 class _Sending:
     """What of one job is on its way over a line."""
 
-    __slots__ = ("cursor", "flying", "queued", "blocked_until", "losses")
+    __slots__ = ("cursor", "flying", "queued", "blocked_until", "losses", "yielded_at")
 
     def __init__(self) -> None:
         self.cursor = 0             # key of the last event posted on this connection
@@ -3297,6 +3322,7 @@ class _Sending:
         self.queued = False         # waiting for its turn in the line's queue
         self.blocked_until = 0.0    # held back: it seems to be what kills the connection
         self.losses = 0             # how often the connection was lost with it alone on its way
+        self.yielded_at = 0.0       # since when a publisher is sending it
 
 
 _Parcel = namedtuple("_Parcel", "kind job_id event revision")     # kind: event, state, clear
@@ -3541,8 +3567,21 @@ class Line:
             job_id = self._queue.popleft()
             sending = self._jobs[job_id]
             sending.queued = False
-            if job_id not in self._blocked:
+            if job_id not in self._blocked and not self._yields(job_id, sending, now):
                 self._send_some(job_id, sending, min(JOB_TURN_COUNT, window - len(self._flight)))
+
+    def _yields(self, job_id: str, sending: _Sending, now: float) -> bool:
+        """Leave a job for a moment to a publisher that is sending its news (and may have started us):
+        they need not go out twice. Not for long, for it may stand still."""
+        if sending.flying or not is_being_sent(self._registry, job_id):
+            sending.yielded_at = 0.0
+            return False
+        sending.yielded_at = sending.yielded_at or now
+        if now - sending.yielded_at > JOB_LOCK_WAIT_S:
+            return False
+        sending.blocked_until = now + LOOK_S
+        self._blocked.add(job_id)
+        return True
 
     def _send_some(self, job_id: str, sending: _Sending, budget: int) -> None:
         """Post up to `budget` messages of one job: its clearing, its events, or then its state."""
@@ -3856,15 +3895,27 @@ class Clock:
         self._registry, self._settings, self._on_wire = registry, settings, on_wire
         self.jobs: Dict[str, Job] = {}              # open ones
         self.beats: Dict[str, Beat] = {}
-        self._began: Dict[str, Tuple[int, float]] = {}       # (attempt, since when it is watched)
+        self.gaps: List[Tuple[float, float]] = []   # (length, end) of when nobody looked, each longer than all after it
         self._heap: List[Tuple[float, str, str]] = []        # (when, deadline or beat, job id)
         self._due: Dict[Tuple[str, str], float] = {}         # the entry of the heap that counts
 
-    def restart(self, now: float) -> None:
-        """Nobody looked for a while: what counts silence starts anew."""
-        self._began = {job_id: (attempt, now) for job_id, (attempt, _) in self._began.items()}
+    def gap(self, length_s: float, now: float) -> None:
+        """Nobody looked for a while. For a job that cannot bear so long a gap, what counts silence starts anew.
+
+        A shorter one counts as watched: a daemon that is killed again and again puts off no verdict for ever.
+        """
+        if length_s <= FRESH_S:
+            return                                  # as long as a turn may take on a busy host
+        while self.gaps and self.gaps[-1][0] <= length_s:
+            self.gaps.pop()
+        self.gaps.append((length_s, now))
         for job in list(self.jobs.values()):
             self._plan_deadline(job, now)
+
+    def _watched_s(self, job: Job, now: float) -> float:
+        """For how long somebody has looked, without a gap above N (nor above the silence that decides)."""
+        bearable = max(FRESH_S, min(job.heartbeat_sec, job.idle_timeout_sec, job.ack_timeout_sec))
+        return now - next((end for length, end in reversed(self.gaps) if length > bearable), 0.0)
 
     def refresh(self, jobs: Sequence[Job], beats: Dict[str, Beat], now: float) -> None:
         """Take in changed jobs, and the beats as they are."""
@@ -3872,12 +3923,9 @@ class Clock:
         for job in jobs:
             if job.status in TERMINAL_STATUSES:
                 self.jobs.pop(job.job_id, None)
-                self._began.pop(job.job_id, None)
                 self._due.pop(("deadline", job.job_id), None)
                 continue
             self.jobs[job.job_id] = job
-            if self._began.get(job.job_id, (0, 0.0))[0] != job.attempt_id:
-                self._began[job.job_id] = (job.attempt_id, now)
             self._plan_deadline(job, now)
         for job_id in set(before) - set(beats):
             self._due.pop(("beat", job_id), None)
@@ -3908,8 +3956,7 @@ class Clock:
             self._plan("deadline", job.job_id, now + max(0.0, min(limits).left_s))
 
     def _limits(self, job: Job, now: float) -> List[_Limit]:
-        return limits_of(job, self.beats.get(job.job_id), now - self._began[job.job_id][1],
-                         elapsed_s(job.subscribed_mono))
+        return limits_of(job, self.beats.get(job.job_id), self._watched_s(job, now), elapsed_s(job.subscribed_mono))
 
     def next_due(self) -> float:
         """The monotonic time at which something is due; infinity if nothing is."""
@@ -3943,7 +3990,7 @@ class Clock:
             watch = json.loads(beat.watch) if beat.watch else {}
             alive = is_alive(watch) if watch else True
             if alive is False:
-                self._registry.drop_beat(beat, "the watched process %d has ended" % watch["pid"])
+                self._registry.drop_beat(beat, "daemon", "the watched process %d has ended" % watch["pid"])
                 self.beats.pop(beat.job_id, None)        # what was armed anew comes back with the next look
             elif alive and not (watch and is_stopped(watch["pid"])):
                 living.append(beat)      # (None: in another pid namespace, where `_beat` stands beside it)
@@ -3956,6 +4003,8 @@ class Clock:
 
     def _deadline(self, job_id: str, now: float) -> bool:
         """Look at a job whose time may be up, as it is now; close it if it is."""
+        if time.monotonic() - now > FRESH_S:
+            return False        # this very turn was held up (stopped?): the next one knows of the gap
         job = self._registry.job(job_id)
         beat = self._registry.beat(job_id)
         if beat:
@@ -3989,6 +4038,7 @@ class Daemon:
         self._described = ""
         self._started_at = utc_now()
         self._build = build_id()
+        self._recall()
 
     def _open_wake(self) -> int:
         """The FIFO through which others wake us. Opened for writing too, so that it never is at its end."""
@@ -3999,6 +4049,31 @@ class Daemon:
         except FileExistsError:
             pass       # of the daemon before
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _recall(self) -> None:
+        """Go on with the watch of the daemon before: the gaps it knew of, and the one since its last touch.
+
+        Without them (the first on this boot, half a line) nobody has looked so far.
+        """
+        import json
+        length_s = None
+        try:
+            seen = json.loads(os.pread(self._lock.descriptor, 4096, 0).partition(b"\n")[0])
+            length_s = elapsed_s(seen["looked"])
+            if length_s is not None:
+                self._clock.gaps = [(length, end) for length, end in seen["gaps"]]
+        except (ValueError, KeyError, TypeError):
+            length_s = None
+        self._clock.gap(float("inf") if length_s is None else length_s, time.monotonic())
+
+    def _touch(self) -> None:
+        """Say that the loop turns, and keep for the next daemon when it last did."""
+        os.utime(self._lock.descriptor)
+        line = compact_json({"looked": instant(), "gaps": self._clock.gaps}) + "\n"
+        try:
+            os.pwrite(self._lock.descriptor, line.encode("ascii"), 0)
+        except OSError:
+            pass       # a full disk: the next daemon takes its gap for a longer one, which closes nobody
 
     def run(self) -> int:
         """Until there is nothing to do, or another is to take over, or the registry has gone."""
@@ -4038,13 +4113,12 @@ class Daemon:
     def _turn(self) -> bool:
         """One turn of everything. True: leave."""
         now = time.monotonic()
-        if now - self._turned > FRESH_S:
-            self._clock.restart(now)         # stopped, or the host slept: silence meanwhile proves nothing
+        self._clock.gap(now - self._turned, now)      # stopped, or the host slept
         self._turned = now
         try:
             if now >= self._touch_at:
                 self._touch_at = now + TOUCH_S
-                os.utime(self._lock.descriptor)
+                self._touch()
                 if not self._registry.still_there():
                     raise MamError("the registry has left its path", code="registry_gone")
                 if self._time_to_leave(now) and self._leave():
@@ -4082,8 +4156,8 @@ class Daemon:
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
                 raise
             log(error.message)               # busy, or a full disk: everything is still owed, and
-            self._clock.restart(now)         # nobody else could record a sign of life either
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)               # nobody else could record a sign of life either
+            self._clock.gap(float("inf"), time.monotonic())
             self._dirty = True
         return False
 
@@ -4588,7 +4662,9 @@ class Run:
         job = self._job
         self._registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
         if self._registry.job(job.job_id).outcome is None:      # the command may have said all by itself already
-            self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity_of(os.getpid())})
+            me = identity_of(os.getpid())
+            self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": me})
+            beat_beside(self._registry, self._settings, job.job_id, me)
         self._announced = True
         ensure_daemon(self._registry, self._settings)
         wake_daemon(self._registry)
@@ -5735,8 +5811,8 @@ def cmd_publish(args: Any) -> int:
                            hint="what you reported is kept in the job's log; leave your work in place and stop")
         if answer.job.phase:
             _settle_soon(registry, settings, job_id)
-        if extra and daemon_is_elsewhere(registry):
-            spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
+        if extra:
+            beat_beside(registry, settings, job_id, extra["watch"])
         sent = deliver_event(registry, settings, answer.job, answer.event.n if answer.event else 0, args.attempts)
         if sent.sent:
             return Exit.OK
@@ -5785,21 +5861,31 @@ def add_beat(parser: Any) -> None:
 
 
 def cmd_beat(args: Any) -> int:
-    """Touch a job's beat beside a watched process that the daemon cannot see (another pid namespace)."""
+    """Give signs of life beside a watched process that the daemon cannot see (another pid namespace).
+
+    It belongs to one arming of the beat, ends with it, and takes it back when the process has ended.
+    """
     import json
     settings = load_settings(args.registry_dir)
     with Registry(settings.registry_dir) as registry:
         beat = registry.beat(args.job)
-        while beat and beat.watch and is_alive(json.loads(beat.watch)):
+        if not beat or not beat.watch:
+            return Exit.OK
+        watch, due = json.loads(beat.watch), 0.0
+        while is_alive(watch) is not None:
             try:
-                if not is_stopped(json.loads(beat.watch)["pid"]):
-                    registry.touch_beat(args.job, beat.attempt_id)
-                time.sleep(beat.period_s)
-                beat = registry.beat(args.job)
+                now = registry.beat(args.job)
+                if not now or now.armed_mono != beat.armed_mono:
+                    break
+                if not is_alive(watch):
+                    registry.drop_beat(beat, "_beat", "the watched process %d has ended" % watch["pid"])
+                elif time.monotonic() >= due and not is_stopped(watch["pid"]):
+                    registry.touch_beat(beat)
+                    due = time.monotonic() + beat.period_s
             except MamError as error:      # busy, or a full disk: that is no death of the agent's
                 if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
                     raise
-                time.sleep(1.0)
+            time.sleep(min(LOOK_S, beat.period_s))
     return Exit.OK
 
 
