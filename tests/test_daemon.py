@@ -123,17 +123,19 @@ def test_a_publisher_and_the_daemon_it_starts_send_once(post: Post, mam: Mam, mo
     way = proxy(mosquitto)
     mam.env = way.env(mosquitto)
     job = post.add(unique("once"))
-    # The publisher is about to send when the daemon that it has started is connected.
+    # The publisher has seen what is owed, and sends it when the daemon that it has started is connected.
     post.inside.patched(mam, """
 import time
-def late(registry, connection, job_id, real=mam._send_owed):
-    until = time.monotonic() + 20
-    while time.monotonic() < until and not any(
-            line["state"] == "up" for line in mam.daemon_info(registry).lines.values()):
-        time.sleep(0.01)
+def late(connection, messages, real=mam.Connection.publish):
+    with mam.Registry(mam.load_settings().registry_dir) as registry:
+        until = time.monotonic() + 20
+        while time.monotonic() < until and not any(
+                line["state"] == "up" for line in mam.daemon_info(registry).lines.values()):
+            time.sleep(0.01)
     time.sleep(0.5)
-    real(registry, connection, job_id)
-mam._send_owed = late
+    mam.Connection.publish = real
+    real(connection, messages)
+mam.Connection.publish = late
 """)("publish", job, "--event", "started", check=0)
     post.wait_sent(job)
     post.wait_look(2)
