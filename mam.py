@@ -2857,12 +2857,12 @@ def _job_lock(registry: Registry, job_id: str) -> FileLock:
 
 
 def is_being_sent(registry: Registry, job_id: str) -> bool:
-    """Whether a publisher is sending a job's news at this moment. (Without a lock file none ever did.)"""
+    """Whether a publisher is sending a job's news at this moment."""
     path = os.path.join(registry.directory, "locks", job_id)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+    except OSError:
+        return False       # no such file: no publisher ever sent by itself
     with FileLock(path, descriptor) as lock:
         return not lock.acquire(0)
 
@@ -3096,8 +3096,8 @@ def beat_beside(registry: Registry, settings: Settings, job_id: str, watch: Opti
     try:
         if watch and daemon_is_elsewhere(registry):
             spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
-    except OSError as error:     # no more processes: what was recorded stands
-        sys.stderr.write("mam: no beat can be left beside process %d: %s\n" % (watch["pid"] if watch else 0, error))
+    except (MamError, OSError) as error:     # what was recorded stands
+        sys.stderr.write("mam: recorded; no beat can be left beside the agent: %s\n" % error)
 
 
 def wake_daemon(registry: Registry) -> bool:
@@ -4662,10 +4662,9 @@ class Run:
         job = self._job
         self._registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
         if self._registry.job(job.job_id).outcome is None:      # the command may have said all by itself already
-            me = identity_of(os.getpid())
-            self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": me})
-            beat_beside(self._registry, self._settings, job.job_id, me)
+            self._say("started", extra={"heartbeat_sec": job.heartbeat_sec, "watch": identity_of(os.getpid())})
         self._announced = True
+        beat_beside(self._registry, self._settings, job.job_id, identity_of(os.getpid()))
         ensure_daemon(self._registry, self._settings)
         wake_daemon(self._registry)
 

@@ -794,6 +794,22 @@ def test_a_beat_in_a_container_ends_with_its_attempt(post: Post, container: Cont
 
 
 @pytest.mark.root
+def test_an_agent_that_is_the_first_process_of_its_container_is_recognised(post: Post, container: Container) -> None:
+    """Lost: the end of the beat with the agent, in every container whose command is the agent itself."""
+    daemon_outside(post)
+    job = post.add("j")
+    publish = " ".join(shlex.quote(word) for word in post.mam.argv("publish", job, "--event", "started",
+                                                                   "--heartbeat", "0.3"))
+    post.mam.stub("claude", f"#!/bin/sh\n{publish}\nread -r line\n")
+    agent = subprocess.Popen(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "claude"],
+                             stdin=subprocess.PIPE, env=post.mam.environment(), cwd=post.mam.workspace)
+    poll(lambda: beats(post, job), UP_S, "the beat is armed")
+    assert json.loads(beats(post, job)[0][1])["pid"] == 1
+    wait_beats(post, job, 2)
+    agent.communicate()
+
+
+@pytest.mark.root
 def test_a_suspended_agent_in_a_container_gives_no_sign_of_life(post: Post, container: Container) -> None:
     """Lost: the difference between an agent that works and one that stands still."""
     daemon_outside(post)
@@ -965,8 +981,8 @@ def test_a_daemon_that_is_killed_again_and_again_still_closes_a_dead_worker(post
     assert ended_after(post, "j", time.time() - (time.monotonic() - begun)) >= 5.9
 
 
-@pytest.mark.parametrize("gap_s, closed", [(20, True), (40, False)])
-def test_a_gap_above_n_begins_anew_and_a_shorter_one_counts(post: Post, gap_s: int, closed: bool) -> None:
+@pytest.mark.parametrize("gap_s, boot, closed", [(20, "", True), (40, "", False), (20, "another-boot", False)])
+def test_a_gap_above_n_begins_anew_and_a_shorter_one_counts(post: Post, gap_s: int, boot: str, closed: bool) -> None:
     """Lost: an agent's whole patience after a night without a daemon; or the verdict, to a gap of some seconds."""
     post.add("j", heartbeat_sec=30, idle_timeout_sec=120)
     post.say("j", "started")
@@ -976,11 +992,12 @@ def test_a_gap_above_n_begins_anew_and_a_shorter_one_counts(post: Post, gap_s: i
     lock = post.mam.registry_dir / "daemon.lock"
 
     def back(moment: str, seconds: float) -> str:
-        boot, mono = moment.split()
-        return f"{boot} {float(mono) - seconds:.3f}"
+        return f"{moment.split()[0]} {float(moment.split()[1]) - seconds:.3f}"
     seen = json.loads(lock.read_text().splitlines()[0])
     assert len(seen["gaps"]) == 1, "the first daemon found that nobody had looked"
-    seen = {"looked": back(seen["looked"], gap_s), "gaps": [[seen["gaps"][0][0], seen["gaps"][0][1] - 1000]]}
+    looked = back(seen["looked"], gap_s)
+    seen = {"looked": looked.replace(looked.split()[0], boot) if boot else looked,
+            "gaps": [[seen["gaps"][0][0], seen["gaps"][0][1] - 1000]]}
     lock.write_text(json.dumps(seen) + "\n" + "half of an older line")
     with post.registry() as registry, registry.write():
         registry._execute("UPDATE jobs SET last_event_mono = ?", (back(post.job("j").last_event_mono, 120),))
