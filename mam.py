@@ -867,7 +867,7 @@ Job = namedtuple("Job", (
     "attempt_id transport transition_seq state_rev state_sent clear_owed claimed_at claimed_mono "
     "delivered_at delivered_mono started_at finished_at last_event last_event_at last_event_mono "
     "detail parent_job subscribed_mono workdir validate_cmd command feed_stdin wire delivery runner_wait_s supervisor "
-    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status remote_keys dispatch "
+    "dispatch_token auth_token seq_base outcome runner run run_ended_at exit_status checking remote_keys dispatch "
     "dispatch_mail control control_mail"))
 JOB_COLUMNS = Job._fields[:Job._fields.index("dispatch_token")]
 ATTEMPT_COLUMNS = Job._fields[len(JOB_COLUMNS):]
@@ -881,7 +881,7 @@ DaemonInfo = namedtuple("DaemonInfo", "alive turning process build lines subscri
 # *_mail: NOTHING; OWED, to be published; KEPT by the broker; STALE, to be taken off it.
 Mail = namedtuple("Mail", "attempt_id dispatch_token remote_keys runner dispatch dispatch_mail control control_mail")
 NOTHING, OWED, KEPT, STALE = range(4)
-Beat = namedtuple("Beat", "job_id attempt_id period_s watch touched_at touched_mono")
+Beat = namedtuple("Beat", "job_id attempt_id period_s watch armed_mono touched_at touched_mono")
 
 # The requests of DESIGN 6. `by` says whose word it is: a worker's must come from
 # the current attempt, an operator's carries its own authority.
@@ -1456,12 +1456,13 @@ CREATE INDEX jobs_state_owed ON jobs(n) WHERE wire IS NOT NULL AND (state_sent <
 CREATE TABLE attempts(
   job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, dispatch_token TEXT NOT NULL, auth_token TEXT NOT NULL,
   seq_base INTEGER NOT NULL DEFAULT 0, outcome TEXT, created_at TEXT NOT NULL, ended_at TEXT,
-  runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER,
+  runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER, checking TEXT,
   remote_keys TEXT, dispatch TEXT, dispatch_mail INTEGER NOT NULL DEFAULT 0,
   control TEXT, control_mail INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY(job_id, attempt_id)) WITHOUT ROWID;
 CREATE INDEX attempts_mail ON attempts(job_id) WHERE dispatch_mail OR control_mail;
 CREATE INDEX attempts_at_work ON attempts(job_id) WHERE run IS NOT NULL AND run_ended_at IS NULL;
+CREATE INDEX attempts_checking ON attempts(job_id) WHERE checking IS NOT NULL;
 CREATE TABLE events(
   n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, seq INTEGER,
   event TEXT NOT NULL, source TEXT NOT NULL, timestamp TEXT NOT NULL, logged_at TEXT NOT NULL,
@@ -1471,7 +1472,7 @@ CREATE INDEX events_of_job ON events(job_id, n);
 CREATE INDEX events_owed ON events(job_id, n) WHERE owed = 1;
 CREATE TABLE beats(
   job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
-  armed_at TEXT NOT NULL, armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
+  armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
 CREATE TABLE intents(
   job_id TEXT NOT NULL, identity TEXT NOT NULL, PRIMARY KEY(job_id, identity)) WITHOUT ROWID;
 CREATE TABLE senders(client_id TEXT PRIMARY KEY, broker TEXT NOT NULL, process TEXT NOT NULL);
@@ -1489,6 +1490,14 @@ ALTER TABLE attempts ADD COLUMN dispatch_mail INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE attempts ADD COLUMN control TEXT;
 ALTER TABLE attempts ADD COLUMN control_mail INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX attempts_mail ON attempts(job_id) WHERE dispatch_mail OR control_mail;
+ALTER TABLE attempts ADD COLUMN checking TEXT;
+CREATE INDEX attempts_checking ON attempts(job_id) WHERE checking IS NOT NULL;
+ALTER TABLE beats RENAME TO beats_1;
+CREATE TABLE beats(
+  job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
+  armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
+INSERT INTO beats SELECT job_id, attempt_id, period_s, watch, armed_mono, touched_at, touched_mono FROM beats_1;
+DROP TABLE beats_1
 """}
 
 # Where locks, memory maps or both do not work across hosts: SQLite would lose commits.
@@ -1852,9 +1861,13 @@ class Registry:
         return found
 
     def ended_attempts_at_work(self, job_id: Optional[str] = None) -> List[Tuple[str, int, str]]:
-        """(job id, attempt, run) of attempts that are over and whose command has not been seen to end."""
+        """(job id, attempt, processes) of attempts that are over and whose command has not been seen to end,
+        and of those whose check goes on though nobody waits for its result any more."""
         rows = self._execute("SELECT job_id, attempt_id, run FROM attempts "
-                             "WHERE run IS NOT NULL AND run_ended_at IS NULL AND outcome IS NOT NULL")
+                             "WHERE run IS NOT NULL AND run_ended_at IS NULL AND outcome IS NOT NULL UNION ALL "
+                             "SELECT a.job_id, a.attempt_id, a.checking FROM attempts a JOIN jobs j USING(job_id) "
+                             "WHERE a.checking IS NOT NULL "
+                             "AND (j.phase IS NOT 'validating' OR j.attempt_id <> a.attempt_id)")
         return [(row[0], row[1], row[2]) for row in rows if job_id in (None, row[0])]
 
     def last_ends(self, count: int) -> List[Job]:
@@ -2168,12 +2181,30 @@ class Registry:
         self._execute("UPDATE attempts SET run = ? WHERE job_id = ? AND attempt_id = ?",
                       (compact_json(run), job.job_id, job.attempt_id))
 
-    def close_run(self, job_id: str, attempt: int) -> None:
-        """Note that a command is over that nobody saw exit."""
+    def close_run(self, job_id: str, attempt: int, processes: str) -> None:
+        """Note that a command, or a check, is over that nobody saw exit; known by its record, not to be another."""
         with self.write():
             self._execute("UPDATE attempts SET run_ended_at = ? WHERE job_id = ? AND attempt_id = ? "
-                          "AND run_ended_at IS NULL", (utc_now(), job_id, attempt))
+                          "AND run = ? AND run_ended_at IS NULL", (utc_now(), job_id, attempt, processes))
+            self._execute("UPDATE attempts SET checking = NULL WHERE job_id = ? AND attempt_id = ? AND checking = ?",
+                          (job_id, attempt, processes))
             self._log(self.job(job_id), "ended_command", "_supervise", "the command was ended", {}, attempt)
+
+    def begin_check(self, job: Job, processes: Dict[str, Any]) -> bool:
+        """Record who checks an attempt before the check begins. False: its result is no longer wanted."""
+        with self.write():
+            now = self.job(job.job_id)
+            if now.attempt_id != job.attempt_id or now.phase != "validating":
+                return False
+            self._execute("UPDATE attempts SET checking = ? WHERE job_id = ? AND attempt_id = ?",
+                          (compact_json(processes), job.job_id, job.attempt_id))
+            return True
+
+    def end_check(self, job: Job) -> None:
+        """Note that nothing of an attempt's check runs any more."""
+        with self.write():
+            self._execute("UPDATE attempts SET checking = NULL WHERE job_id = ? AND attempt_id = ?",
+                          (job.job_id, job.attempt_id))
 
     def end_run(self, job: Job, exit_status: Optional[int]) -> None:
         """Note that an attempt's command is over, with its exit status (negative: the signal)."""
@@ -2196,25 +2227,26 @@ class Registry:
     # -- beats ----------------------------------------------------------------------------
 
     def _arm_beat(self, job: Job, period_s: float, watch: Optional[Dict[str, Any]]) -> None:
-        now, moment = utc_now(), instant()
-        self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+        moment = instant()
+        self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, ?, ?, ?, ?)",
                       (job.job_id, job.attempt_id, period_s, compact_json(watch) if watch else None,
-                       now, moment, now, moment))
+                       moment, utc_now(), moment))
 
-    def touch_beat(self, job_id: str, attempt: int) -> bool:
-        """A sign of life, unless the attempt is over or the beat is not armed."""
+    _THIS_BEAT = " WHERE job_id = ? AND attempt_id = ? AND watch IS ? AND armed_mono = ?"
+
+    def touch_beat(self, beat: Beat) -> bool:
+        """A sign of life. False: the attempt is over, or the beat was armed anew."""
         with self.write(durable=False):
-            self._execute("UPDATE beats SET touched_at = ?, touched_mono = ? WHERE job_id = ? AND attempt_id = ?",
-                          (utc_now(), instant(), job_id, attempt))
+            self._execute("UPDATE beats SET touched_at = ?, touched_mono = ?" + self._THIS_BEAT,
+                          (utc_now(), instant(), *beat[:2], beat.watch, beat.armed_mono))
             return bool(self._execute("SELECT changes()")[0][0])
 
-    def drop_beat(self, beat: Beat, why: str) -> None:
-        """Stop a beat and say so; one that was armed anew meanwhile, for another process, goes on."""
+    def drop_beat(self, beat: Beat, source: str, why: str) -> None:
+        """Stop a beat and say so; one that was armed anew meanwhile goes on."""
         with self.write():
-            self._execute("DELETE FROM beats WHERE job_id = ? AND attempt_id = ? AND watch IS ?",
-                          (beat.job_id, beat.attempt_id, beat.watch))
+            self._execute("DELETE FROM beats" + self._THIS_BEAT, (*beat[:2], beat.watch, beat.armed_mono))
             if self._execute("SELECT changes()")[0][0]:
-                self._log(self.job(beat.job_id), "beat_stopped", "daemon", why, {}, beat.attempt_id)
+                self._log(self.job(beat.job_id), "beat_stopped", source, why, {}, beat.attempt_id)
 
     # -- the outbox ------------------------------------------------------------------------
 
@@ -2343,7 +2375,8 @@ class Registry:
         """Whether a daemon is needed: an open job that somebody has in hand, a beat, or (`wired`: where a
         broker may take it) a debt, or a connection other than those of process `me` that was not closed."""
         if self._execute("SELECT 1 FROM beats UNION ALL SELECT 1 FROM attempts WHERE run IS NOT NULL "
-                         "AND run_ended_at IS NULL UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
+                         "AND run_ended_at IS NULL UNION ALL SELECT 1 FROM attempts WHERE checking IS NOT NULL "
+                         "UNION ALL SELECT 1 FROM jobs WHERE status IN ('pending', 'running') "
                          "AND (delivery <> 'none' OR claimed_at IS NOT NULL "
                          "OR supervisor IS NOT NULL OR transport = 'remote') LIMIT 1"):
             return True
@@ -2598,8 +2631,8 @@ class Registry:
             changes["delivery"] = "sent"
             self._retire_dispatch(job)
         if is_beat:
-            self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?, ?)",
-                          (job.job_id, job.attempt_id, job.heartbeat_sec, now, moment, now, moment))
+            self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?)",
+                          (job.job_id, job.attempt_id, job.heartbeat_sec, moment, now, moment))
         if not is_beat or not job.last_event_mono:       # a beat that comes first counts as `started` (DESIGN 6)
             changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=moment,
                            detail=clean_text(payload["detail"]))
@@ -2815,9 +2848,9 @@ def agent_ancestor() -> Optional[int]:
     """The nearest ancestor of this process that is an agent CLI."""
     pid = os.getppid()
     for _ in range(64):
-        if pid <= 1:
+        if pid < 1:
             return None
-        if AGENT_COMMANDS.intersection(command_names(pid)):
+        if AGENT_COMMANDS.intersection(command_names(pid)):      # (in a container it may well be process 1)
             return pid
         pid = parent_of(pid)
     return None
@@ -2898,28 +2931,6 @@ def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: f
     return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
 
 
-def run_shell(command: str, workdir: str, env: Dict[str, str], output: Any, timeout_s: float,
-              grace_s: float, stop: Callable[[], bool] = lambda: False) -> Optional[int]:
-    """Run a user's shell command in its own group to its end.
-
-    None if it was ended: after timeout_s, or because `stop()` (asked now and then) said so.
-    """
-    import subprocess
-    process = subprocess.Popen(["/bin/sh", "-c", command], cwd=workdir, env=env, stdin=subprocess.DEVNULL,
-                               stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while time.monotonic() < deadline and not stop():
-            try:
-                return process.wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue   # it goes on: ask `stop`, look at the time, wait again
-        return None
-    finally:
-        end_group(process.pid, grace_s, process.poll)
-        process.wait()
-
-
 class GatedChild:
     """A command in its own process group that begins only when it is let.
 
@@ -2928,11 +2939,16 @@ class GatedChild:
     command runs that the registry does not know.
     """
 
-    def __init__(self, command: str, workdir: str, env: Dict[str, str], stdin_path: str):
-        """Fork and wait at the gate. `pid` is also the group; `output` is the read end of its pipe."""
+    def __init__(self, command: str, workdir: str, env: Dict[str, str], stdin_path: str,
+                 output: Optional[int] = None):
+        """Fork and wait at the gate. `pid` is also the group.
+
+        Without a descriptor for its `output` there is a pipe, and `output` is its read end.
+        """
         gate_read, self._gate = os.pipe()
         self._failure, failure_write = os.pipe()
-        self.output, output_write = os.pipe()
+        self.output, output_write = os.pipe() if output is None else (output, os.dup(output))
+        self._status: Optional[int] = None
         self.pid = os.fork()
         if self.pid == 0:
             self._become_command(command, workdir, env, stdin_path, gate_read, failure_write, output_write)
@@ -2969,10 +2985,38 @@ class GatedChild:
 
     def poll(self) -> Optional[int]:
         """The exit status once it has ended (negative: the signal), else None. Reaps it."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid == 0:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        return self._status
+
+
+def run_shell(command: str, workdir: str, env: Dict[str, str], output: Any, timeout_s: float, grace_s: float,
+              stop: Callable[[], bool] = lambda: False,
+              known: Callable[[int], bool] = lambda group: True) -> Optional[int]:
+    """Run a user's shell command in its own group to its end. 126: it could not be started.
+
+    `known(group)` may record it before its first instruction, or say that it is not to begin.
+    None if it did not, or was ended: after timeout_s, or because `stop()` (asked now and then) said so.
+    """
+    child = GatedChild(command, workdir, env, os.devnull, output.fileno())
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    try:
+        if not known(child.pid):
             return None
-        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        failure = child.release()
+        if failure:
+            os.write(output.fileno(), failure.encode("utf-8", "replace"))
+        while time.monotonic() < deadline and not stop():
+            if child.poll() is not None:
+                return child.poll()
+            time.sleep(pause_s)
+            pause_s = min(0.05, 2 * pause_s)
+        return None
+    finally:       # (an unopened gate closes with this process, and the group is ended before)
+        end_group(child.pid, grace_s, child.poll)
+        child.poll()
 
 
 def ignore_sigterm() -> None:
@@ -3222,6 +3266,17 @@ def _job_lock(registry: Registry, job_id: str) -> FileLock:
     return FileLock(os.path.join(folder, job_id))
 
 
+def is_being_sent(registry: Registry, job_id: str) -> bool:
+    """Whether a publisher is sending a job's news at this moment."""
+    path = os.path.join(registry.directory, "locks", job_id)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False       # no such file: no publisher ever sent by itself
+    with FileLock(path, descriptor) as lock:
+        return not lock.acquire(0)
+
+
 def take_over_dead(registry: Registry, broker: Broker, but: str = "") -> List[str]:
     """Client ids of connections to a broker whose process has died, stands still or gave them up, with
     something on its way. They are ours to end now: two that connected with one id would throw each other out."""
@@ -3449,6 +3504,15 @@ def daemon_is_elsewhere(registry: Registry) -> bool:
     return bool(process) and is_alive(process) is None
 
 
+def beat_beside(registry: Registry, settings: Settings, job_id: str, watch: Optional[Dict[str, Any]]) -> None:
+    """Leave a small `_beat` beside a process that the daemon cannot see. Without one, silence decides."""
+    try:
+        if watch and daemon_is_elsewhere(registry):
+            spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
+    except (MamError, OSError) as error:     # what was recorded stands
+        sys.stderr.write("mam: recorded; no beat can be left beside the agent: %s\n" % error)
+
+
 def wake_daemon(registry: Registry) -> bool:
     """Make the daemon look at once. False: nobody reads (ENXIO), or there is no FIFO."""
     try:
@@ -3480,9 +3544,12 @@ def start_daemon(registry: Registry, settings: Settings) -> bool:
 
 
 def ensure_daemon(registry: Registry, settings: Settings) -> DaemonInfo:
-    """The living daemon, after starting one if there is work for it and none lives."""
+    """The living daemon, after starting one if there is work for it and none lives.
+
+    One that does not turn may have died in a container, where we cannot see it: the lock knows.
+    """
     info = daemon_info(registry)
-    if not info.alive and os.access(registry.directory, os.W_OK) and registry.has_work(True):
+    if not info.turning and os.access(registry.directory, os.W_OK) and registry.has_work(True):
         try:
             start_daemon(registry, settings)
         except OSError as error:     # no more processes, descriptors, space: the next command tries again
@@ -3667,7 +3734,7 @@ class Dialer:
 class _Sending:
     """What of one job is on its way over a line."""
 
-    __slots__ = ("cursor", "flying", "queued", "blocked_until", "losses")
+    __slots__ = ("cursor", "flying", "queued", "blocked_until", "losses", "yielded_at")
 
     def __init__(self) -> None:
         self.cursor = 0             # key of the last event posted on this connection
@@ -3675,6 +3742,7 @@ class _Sending:
         self.queued = False         # waiting for its turn in the line's queue
         self.blocked_until = 0.0    # held back: it seems to be what kills the connection
         self.losses = 0             # how often the connection was lost with it alone on its way
+        self.yielded_at = 0.0       # since when a publisher is sending it
 
 
 # kind: event, state, clear, or one of MAILS. revision: of the state; of a mail, the attempt.
@@ -3969,8 +4037,21 @@ class Line:
             job_id = self._queue.popleft()
             sending = self._jobs[job_id]
             sending.queued = False
-            if job_id not in self._blocked:
+            if job_id not in self._blocked and not self._yields(job_id, sending, now):
                 self._send_some(job_id, sending, min(JOB_TURN_COUNT, window - len(self._flight)))
+
+    def _yields(self, job_id: str, sending: _Sending, now: float) -> bool:
+        """Leave a job for a moment to a publisher that is sending its news (and may have started us):
+        they need not go out twice. Not for long, for it may stand still."""
+        if sending.flying or not is_being_sent(self._registry, job_id):
+            sending.yielded_at = 0.0
+            return False
+        sending.yielded_at = sending.yielded_at or now
+        if now - sending.yielded_at > JOB_LOCK_WAIT_S:
+            return False
+        sending.blocked_until = now + LOOK_S
+        self._blocked.add(job_id)
+        return True
 
     def _send_some(self, job_id: str, sending: _Sending, budget: int) -> None:
         """Post up to `budget` messages of one job: its clearing, its events, or then its state."""
@@ -4525,15 +4606,27 @@ class Clock:
         self._registry, self._settings, self._on_wire = registry, settings, on_wire
         self.jobs: Dict[str, Job] = {}              # open ones
         self.beats: Dict[str, Beat] = {}
-        self._began: Dict[str, Tuple[int, float]] = {}       # (attempt, since when it is watched)
+        self.gaps: List[Tuple[float, float]] = []   # (length, end) of when nobody looked, each longer than all after it
         self._heap: List[Tuple[float, str, str]] = []        # (when, deadline or beat, job id)
         self._due: Dict[Tuple[str, str], float] = {}         # the entry of the heap that counts
 
-    def restart(self, now: float) -> None:
-        """Nobody looked for a while: what counts silence starts anew."""
-        self._began = {job_id: (attempt, now) for job_id, (attempt, _) in self._began.items()}
+    def gap(self, length_s: float, now: float) -> None:
+        """Nobody looked for a while. For a job that cannot bear so long a gap, what counts silence starts anew.
+
+        A shorter one counts as watched: a daemon that is killed again and again puts off no verdict for ever.
+        """
+        if length_s <= FRESH_S:
+            return                                  # as long as a turn may take on a busy host
+        while self.gaps and self.gaps[-1][0] <= length_s:
+            self.gaps.pop()
+        self.gaps.append((length_s, now))
         for job in list(self.jobs.values()):
             self._plan_deadline(job, now)
+
+    def _watched_s(self, job: Job, now: float) -> float:
+        """For how long somebody has looked, without a gap above N (nor above the silence that decides)."""
+        bearable = max(FRESH_S, min(job.heartbeat_sec, job.idle_timeout_sec, job.ack_timeout_sec))
+        return now - next((end for length, end in reversed(self.gaps) if length > bearable), 0.0)
 
     def refresh(self, jobs: Sequence[Job], beats: Dict[str, Beat], now: float) -> None:
         """Take in changed jobs, and the beats as they are."""
@@ -4541,12 +4634,9 @@ class Clock:
         for job in jobs:
             if job.status in TERMINAL_STATUSES:
                 self.jobs.pop(job.job_id, None)
-                self._began.pop(job.job_id, None)
                 self._due.pop(("deadline", job.job_id), None)
                 continue
             self.jobs[job.job_id] = job
-            if self._began.get(job.job_id, (0, 0.0))[0] != job.attempt_id:
-                self._began[job.job_id] = (job.attempt_id, now)
             self._plan_deadline(job, now)
         for job_id in set(before) - set(beats):
             self._due.pop(("beat", job_id), None)
@@ -4577,8 +4667,7 @@ class Clock:
             self._plan("deadline", job.job_id, now + max(0.0, min(limits).left_s))
 
     def _limits(self, job: Job, now: float) -> List[_Limit]:
-        return limits_of(job, self.beats.get(job.job_id), now - self._began[job.job_id][1],
-                         elapsed_s(job.subscribed_mono))
+        return limits_of(job, self.beats.get(job.job_id), self._watched_s(job, now), elapsed_s(job.subscribed_mono))
 
     def next_due(self) -> float:
         """The monotonic time at which something is due; infinity if nothing is."""
@@ -4612,7 +4701,7 @@ class Clock:
             watch = json.loads(beat.watch) if beat.watch else {}
             alive = is_alive(watch) if watch else True
             if alive is False:
-                self._registry.drop_beat(beat, "the watched process %d has ended" % watch["pid"])
+                self._registry.drop_beat(beat, "daemon", "the watched process %d has ended" % watch["pid"])
                 self.beats.pop(beat.job_id, None)        # what was armed anew comes back with the next look
             elif alive and not (watch and is_stopped(watch["pid"])):
                 living.append(beat)      # (None: in another pid namespace, where `_beat` stands beside it)
@@ -4625,6 +4714,8 @@ class Clock:
 
     def _deadline(self, job_id: str, now: float) -> bool:
         """Look at a job whose time may be up, as it is now; close it if it is."""
+        if time.monotonic() - now > FRESH_S:
+            return False        # this very turn was held up (stopped?): the next one knows of the gap
         job = self._registry.job(job_id)
         beat = self._registry.beat(job_id)
         if beat:
@@ -4660,6 +4751,7 @@ class Daemon:
         self._described = ""
         self._started_at = utc_now()
         self._build = build_id()
+        self._recall()
 
     def _open_wake(self) -> int:
         """The FIFO through which others wake us. Opened for writing too, so that it never is at its end."""
@@ -4670,6 +4762,31 @@ class Daemon:
         except FileExistsError:
             pass       # of the daemon before
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _recall(self) -> None:
+        """Go on with the watch of the daemon before: the gaps it knew of, and the one since its last touch.
+
+        Without them (the first on this boot, half a line) nobody has looked so far.
+        """
+        import json
+        length_s = None
+        try:
+            seen = json.loads(os.pread(self._lock.descriptor, 4096, 0).partition(b"\n")[0])
+            length_s = elapsed_s(seen["looked"])
+            if length_s is not None:
+                self._clock.gaps = [(length, end) for length, end in seen["gaps"]]
+        except (ValueError, KeyError, TypeError):
+            length_s = None
+        self._clock.gap(float("inf") if length_s is None else length_s, time.monotonic())
+
+    def _touch(self) -> None:
+        """Say that the loop turns, and keep for the next daemon when it last did."""
+        os.utime(self._lock.descriptor)
+        line = compact_json({"looked": instant(), "gaps": self._clock.gaps}) + "\n"
+        try:
+            os.pwrite(self._lock.descriptor, line.encode("ascii"), 0)
+        except OSError:
+            pass       # a full disk: the next daemon takes its gap for a longer one, which closes nobody
 
     def run(self) -> int:
         """Until there is nothing to do, or another is to take over, or the registry has gone."""
@@ -4714,13 +4831,12 @@ class Daemon:
     def _turn(self) -> bool:
         """One turn of everything. True: leave."""
         now = time.monotonic()
-        if now - self._turned > FRESH_S:
-            self._clock.restart(now)         # stopped, or the host slept: silence meanwhile proves nothing
+        self._clock.gap(now - self._turned, now)      # stopped, or the host slept
         self._turned = now
         try:
             if now >= self._touch_at:
                 self._touch_at = now + TOUCH_S
-                os.utime(self._lock.descriptor)
+                self._touch()
                 if not self._registry.still_there():
                     raise MamError("the registry has left its path", code="registry_gone")
                 if self._time_to_leave(now) and self._leave():
@@ -4762,8 +4878,8 @@ class Daemon:
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
                 raise
             log(error.message)               # busy, or a full disk: everything is still owed, and
-            self._clock.restart(now)         # nobody else could record a sign of life either
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)               # nobody else could record a sign of life either
+            self._clock.gap(float("inf"), time.monotonic())
             self._dirty = True
         return False
 
@@ -5277,6 +5393,7 @@ class Run:
             else:
                 self._say("started", extra=beat)
         self._announced = True
+        beat_beside(self._registry, self._settings, job.job_id, identity_of(os.getpid()))
         ensure_daemon(self._registry, self._settings)
         wake_daemon(self._registry)
 
@@ -6192,7 +6309,7 @@ def end_run_of(registry: Registry, settings: Settings, job_id: str) -> None:
             time.sleep(0.02)
         if is_left_behind(text) or group and group_members(group):
             end_command(settings, text)
-            registry.close_run(job_id, attempt)
+            registry.close_run(job_id, attempt, text)
 
 
 def end_left_behind(registry: Registry, settings: Settings, job_id: str) -> None:
@@ -6200,7 +6317,7 @@ def end_left_behind(registry: Registry, settings: Settings, job_id: str) -> None
     for _, attempt, text in registry.ended_attempts_at_work(job_id):
         if is_left_behind(text):
             end_command(settings, text)
-            registry.close_run(job_id, attempt)
+            registry.close_run(job_id, attempt, text)
 
 
 class Supervisor:
@@ -6214,10 +6331,10 @@ class Supervisor:
         """Until none of this is needed any more. At most one per job, by flock; a second leaves at once."""
         folder = os.path.join(self._registry.directory, "locks")
         _make_private_dir(folder)
+        end_left_behind(self._registry, self._settings, self._job_id)     # even if a stopped one holds the lock
         with FileLock(os.path.join(folder, self._job_id + ".supervise")) as lock:
             if not lock.acquire(0):
                 return Exit.OK
-            end_left_behind(self._registry, self._settings, self._job_id)
             me = keeper_of("_supervise")
             while needs_supervisor(self._registry.job(self._job_id)):
                 self._registry.set_supervisor(self._job_id, me)
@@ -6258,12 +6375,15 @@ class Supervisor:
         if is_alive(json.loads(job.run)["supervisor"]) is not False:
             return False
         end_command(self._settings, job.run)       # its `_run` was killed while it tidied up
-        self._registry.close_run(job.job_id, job.attempt_id)
+        self._registry.close_run(job.job_id, job.attempt_id, job.run)
         return True
 
     def _validate(self, job: Job) -> None:
         """Check artifacts, run --validate, settle the job by what came out."""
         import json
+        if job.checking:         # by one like us that died: two checks at once could spoil each other's result
+            end_command(self._settings, job.checking)
+            self._registry.close_run(job.job_id, job.attempt_id, job.checking)
         artifacts, missing = [], []
         for name in json.loads(job.expected_artifacts) if job.transport != "remote" else ():     # (there, they were)
             found = describe_file(os.path.join(job.workdir, name), name, lambda: self._unwanted(job))
@@ -6290,12 +6410,15 @@ class Supervisor:
         left_s = job.timeout_sec - (elapsed_s(job.delivered_mono or job.claimed_mono,
                                               job.delivered_at or job.claimed_at) or 0)
         env = environment_of_work(self._settings, worker_variables(self._registry, self._settings, job))
-
+        me = identity_of(os.getpid())
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         _give_to_owner(path)
         with open(descriptor, "wb") as output:
             status = run_shell(job.validate_cmd, job.workdir, env, output, max(1.0, left_s),
-                               self._settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S), lambda: self._unwanted(job))
+                               self._settings.pause("MAM_TERM_GRACE_S", TERM_GRACE_S), lambda: self._unwanted(job),
+                               lambda group: self._registry.begin_check(job, {
+                                   "supervisor": me, "command": identity_of(group), "group": group}))
+        self._registry.end_check(job)
         if status == 0:
             return ""
         if status is None:
@@ -6943,8 +7066,8 @@ def cmd_publish(args: Any) -> int:
                            hint="what you reported is kept in the job's log; leave your work in place and stop")
         if answer.job.phase:
             _settle_soon(registry, settings, job_id)
-        if extra and daemon_is_elsewhere(registry):
-            spawn_self(["_beat", "--", job_id], own_environment(settings), supervisor_log(registry))
+        if extra:
+            beat_beside(registry, settings, job_id, extra["watch"])
         sent = deliver_event(registry, settings, answer.job, answer.event.n if answer.event else 0, args.attempts)
         if sent.sent:
             return Exit.OK
@@ -6993,21 +7116,31 @@ def add_beat(parser: Any) -> None:
 
 
 def cmd_beat(args: Any) -> int:
-    """Touch a job's beat beside a watched process that the daemon cannot see (another pid namespace)."""
+    """Give signs of life beside a watched process that the daemon cannot see (another pid namespace).
+
+    It belongs to one arming of the beat, ends with it, and takes it back when the process has ended.
+    """
     import json
     settings = load_settings(args.registry_dir)
     with Registry(settings.registry_dir) as registry:
         beat = registry.beat(args.job)
-        while beat and beat.watch and is_alive(json.loads(beat.watch)):
+        if not beat or not beat.watch:
+            return Exit.OK
+        watch, due = json.loads(beat.watch), 0.0
+        while is_alive(watch) is not None:
             try:
-                if not is_stopped(json.loads(beat.watch)["pid"]):
-                    registry.touch_beat(args.job, beat.attempt_id)
-                time.sleep(beat.period_s)
-                beat = registry.beat(args.job)
+                now = registry.beat(args.job)
+                if not now or now.armed_mono != beat.armed_mono:
+                    break
+                if not is_alive(watch):
+                    registry.drop_beat(beat, "_beat", "the watched process %d has ended" % watch["pid"])
+                elif time.monotonic() >= due and not is_stopped(watch["pid"]):
+                    registry.touch_beat(beat)
+                    due = time.monotonic() + beat.period_s
             except MamError as error:      # busy, or a full disk: that is no death of the agent's
                 if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
                     raise
-                time.sleep(1.0)
+            time.sleep(min(LOOK_S, beat.period_s))
     return Exit.OK
 
 

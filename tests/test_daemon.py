@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support import poll, resume
+from support import poll, process_table, resume
 from support.brokers import Broker
 from support.cli import Mam
 from support.daemons import UP_S, Detour, Post, published, topics, unique
@@ -115,6 +116,42 @@ def test_an_agent_without_paho_publishes_in_order_through_the_daemon(post: Post,
     assert_ends_right(post, broker, job)
     states = [m.json()["seq"] for m in watcher.messages("state", job)]
     assert states == sorted(states)
+
+
+def test_a_publisher_and_the_daemon_it_starts_send_once(post: Post, mam: Mam, mosquitto: Broker, proxy: Any) -> None:
+    """Lost: bandwidth, and quiet logs on other hosts: each job's first event went out twice."""
+    way = proxy(mosquitto)
+    mam.env = way.env(mosquitto)
+    job = post.add(unique("once"))
+    # The publisher has seen what is owed, and sends it when the daemon that it has started is connected.
+    post.inside.patched(mam, """
+import time
+def late(connection, messages, real=mam.Connection.publish):
+    with mam.Registry(mam.load_settings().registry_dir) as registry:
+        until = time.monotonic() + 20
+        while time.monotonic() < until and not any(
+                line["state"] == "up" for line in mam.daemon_info(registry).lines.values()):
+            time.sleep(0.01)
+    time.sleep(0.5)
+    mam.Connection.publish = real
+    real(connection, messages)
+mam.Connection.publish = late
+""")("publish", job, "--event", "started", check=0)
+    post.wait_sent(job)
+    post.wait_look(2)
+    assert [published(way.recorded_up, topic) for topic in topics(job)] == [1, 1]
+
+
+def test_a_publisher_that_stands_still_with_its_lock_silences_nobody(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: all later news of a job, because one of its publishers was suspended while it sent."""
+    mam.env = mosquitto.env()
+    job = post.add(unique("held"))
+    post.say(job, "started")
+    with post.registry() as registry, post.module._job_lock(registry, job) as lock:
+        assert lock.acquire(0)
+        post.run()
+        post.wait_line()
+        post.wait_sent(job)
 
 
 @pytest.mark.parametrize("kind", ["nats", "mosquitto"])
@@ -645,6 +682,181 @@ def test_alive_and_progressing_are_two_things(post: Post, mam: Mam, sleeper: Any
     assert seen["alive_s"] < seen["progress_s"]
 
 
+class Container:
+    """A shell in a pid namespace of its own, on the same files: an agent's container. It does what it is told."""
+
+    def __init__(self, mam: Mam) -> None:
+        self.mam, self._count = mam, 0
+        self.shell = subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", "while read -r line; do eval \"$line\"; done"],
+            stdin=subprocess.PIPE, env=mam.environment(), cwd=mam.workspace)
+        self.agent = self.mam.workspace / "agent.pid"
+        self.do("sleep 1000 & echo $! > agent.pid")
+
+    def do(self, line: str) -> None:
+        """Run a line of shell there to its end; it must succeed."""
+        self._count += 1
+        done = self.mam.workspace / f"done{self._count}"
+        assert self.shell.stdin is not None
+        self.shell.stdin.write(f"{line}; echo $? > {done}.new; mv {done}.new {done}\n".encode())
+        self.shell.stdin.flush()
+        poll(lambda: done.exists() or self.shell.poll() is not None, UP_S, f"done in the container: {line}")
+        assert done.read_text() == "0\n", line
+
+    def publish(self, *words: object) -> None:
+        self.do(" ".join(shlex.quote(word) for word in self.mam.argv("publish", *words)))
+
+    def arm(self, job: str, heartbeat: float, *words: object) -> None:
+        self.publish(job, "--event", "started", "--heartbeat", heartbeat, "--watch-pid", self.agent.read_text().strip(),
+                     *words)
+
+    def beating(self) -> List[int]:
+        """The pids, here, of what beats beside the agent."""
+        found = []
+        for pid in self.mam.processes():
+            with contextlib.suppress(OSError):
+                words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+                found += [pid] if b"_beat" in words else []
+        return found
+
+    def close(self) -> None:
+        assert self.shell.stdin is not None
+        self.shell.stdin.close()
+        self.shell.wait(20)
+
+
+@pytest.fixture
+def container(mam: Mam) -> Iterator[Container]:
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        pytest.skip("no pid namespaces here")
+    if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this sandbox allows no pid namespace")
+    made = Container(mam)
+    yield made
+    made.close()
+
+
+def daemon_outside(post: Post) -> int:
+    """A daemon that cannot see into the container, with something to do."""
+    post.add("other")
+    post.say("other", "started")
+    return post.run().pid
+
+
+@pytest.mark.root
+def test_an_agent_in_a_container_is_alive_as_long_as_its_process_and_no_longer(post: Post,
+                                                                              container: Container) -> None:
+    """Lost: an agent in a container, closed as unresponsive while it thinks; or shown alive after its crash."""
+    daemon = daemon_outside(post)
+    job = post.add("j", heartbeat_sec=0.5, idle_timeout_sec=3.0)
+    container.arm(job, 0.5)
+    wait_beats(post, job, 8)
+    began = time.monotonic()
+    poll(lambda: time.monotonic() - began > 3.5, 10, "longer than idle")
+    assert post.job(job).status == "running" and len(container.beating()) == 1
+    container.do("kill -9 $(cat agent.pid)")
+    killed = time.monotonic()
+    poll(lambda: not beats(post, job), UP_S, "the beat ends")
+    assert time.monotonic() - killed < 3, "within one period, and a loaded machine's delay"
+    assert "beat_stopped" in post.notes(job)
+    assert post.wait_status(job, "error").reason == "unresponsive"
+    poll(lambda: not container.beating(), UP_S, "nothing beats any more")
+    assert post.daemons() == [daemon]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("end", ["completed", "redispatch", "armed again"])
+def test_a_beat_in_a_container_ends_with_its_attempt(post: Post, container: Container, end: str) -> None:
+    """Lost: the truth, by a beat in a container that keeps a stale attempt alive, or one process more at each start."""
+    daemon_outside(post)
+    job = post.add("j")
+    container.arm(job, 0.3)
+    wait_beats(post, job, 2)
+    old, = container.beating()
+    if end == "completed":
+        container.publish(job, "--event", "completed")
+        assert not beats(post, job)
+    elif end == "redispatch":
+        post.mam("redispatch", job, "--force", "--no-deliver", check=0)
+        assert not beats(post, job)
+        post.say(job, "started", fields={"heartbeat_sec": 1000.0})
+        first = touched(post, job)
+    else:
+        container.arm(job, 0.3)
+    poll(lambda: old not in container.beating(), UP_S, "the old one ends")
+    if end == "armed again":
+        wait_beats(post, job, 2)
+        assert len(container.beating()) == 1
+    elif end == "redispatch":
+        assert touched(post, job) == first and beats(post, job)[0][0] == 2
+    else:
+        assert not beats(post, job) and post.job(job).status == "completed"
+
+
+@pytest.mark.root
+def test_an_agent_that_is_the_first_process_of_its_container_is_recognised(post: Post, container: Container) -> None:
+    """Lost: the end of the beat with the agent, in every container whose command is the agent itself."""
+    daemon_outside(post)
+    job = post.add("j")
+    publish = " ".join(shlex.quote(word) for word in post.mam.argv("publish", job, "--event", "started",
+                                                                   "--heartbeat", "0.3"))
+    post.mam.stub("claude", f"#!/bin/sh\n{publish}\nread -r line\n")
+    agent = subprocess.Popen(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "claude"],
+                             stdin=subprocess.PIPE, env=post.mam.environment(), cwd=post.mam.workspace)
+    poll(lambda: beats(post, job), UP_S, "the beat is armed")
+    assert json.loads(beats(post, job)[0][1])["pid"] == 1
+    wait_beats(post, job, 2)
+    agent.communicate()
+
+
+@pytest.mark.root
+def test_a_suspended_agent_in_a_container_gives_no_sign_of_life(post: Post, container: Container) -> None:
+    """Lost: the difference between an agent that works and one that stands still."""
+    daemon_outside(post)
+    job = post.add("j")
+    container.arm(job, 0.3)
+    wait_beats(post, job, 2)
+    container.do("kill -STOP $(cat agent.pid)")
+    poll(lambda: is_still(post, job), UP_S, "no beat for a second", interval=0.01)
+    container.do("kill -CONT $(cat agent.pid)")
+    wait_beats(post, job, 2)
+
+
+def is_still(post: Post, job: str, seconds: float = 1.0) -> bool:
+    before, since = touched(post, job), time.monotonic()
+    while touched(post, job) == before:
+        if time.monotonic() - since > seconds:
+            return True
+    return False
+
+
+@pytest.mark.root
+def test_a_command_in_a_container_is_alive_under_a_daemon_outside(post: Post, container: Container) -> None:
+    """Lost: a long command, delegated in a container, closed because the daemon cannot see its keeper."""
+    daemon_outside(post)
+    container.do(" ".join(shlex.quote(word) for word in post.mam.argv(
+        "delegate", "--agent-session", "exec:e", "--exec", "while [ ! -f go ]; do sleep 0.05; done", "--prompt", "x",
+        "--job-id", "j", "--heartbeat", "0.5", "--idle-timeout", "2", "--detach")))
+    poll(lambda: beats(post, "j"), UP_S, "the beat is armed")
+    wait_beats(post, "j", 6)
+    (post.mam.workspace / "go").touch()
+    post.wait_status("j", "completed")
+    poll(lambda: not container.beating(), UP_S, "nothing beats any more")
+
+
+@pytest.mark.root
+def test_a_daemon_that_died_with_its_container_is_replaced(post: Post, mam: Mam, container: Container) -> None:
+    """Lost: every clock of a host, for ever: a daemon started in a container is gone, and nobody can see that."""
+    job = post.add("j", timeout_sec=8.0)
+    container.arm(job, 0.3)
+    inner = poll(post.daemons, UP_S, "a daemon in the container")
+    poll(post.info, UP_S, "it has said so")
+    container.close()
+    poll(lambda: not set(inner) & set(post.daemons()), UP_S, "it died with the container")
+    poll(lambda: mam(check=0) and post.daemons(), UP_S, "another daemon", interval=0.5)
+    assert post.wait_status(job, "error").reason == "deadline_timeout"
+
+
 # ---- deadlines -------------------------------------------------------------------------------------------------
 
 def ended_after(post: Post, job_id: str, moment: float) -> float:
@@ -725,6 +937,94 @@ def test_a_host_that_slept_closes_nobody_when_it_wakes(post: Post) -> None:
     woken = time.time()
     assert post.wait_status("j", "error").reason == "unresponsive"
     assert ended_after(post, "j", woken) >= 2.8, "idle starts anew"
+
+
+@pytest.mark.parametrize("held_up", ["anywhere", "in mid-turn"])
+def test_a_daemon_that_stood_still_for_longer_than_n_closes_no_living_worker(post: Post, sleeper: Any,
+                                                                            held_up: str) -> None:
+    """Lost: a living worker's job, because nobody gave its signs of life while the daemon was suspended."""
+    post.add("j", heartbeat_sec=0.5, heartbeat_misses=4, idle_timeout_sec=2.0)
+    watch = post.module.identity_of(sleeper().pid)
+    post.say("j", "started", fields={"heartbeat_sec": 0.5, "watch": watch})
+    run = post.run("" if held_up == "anywhere" else """
+import signal
+def held_up(self, *args, real=mam.Clock._deadline):
+    mam.Clock._deadline = real                    # the deadline that was planned when it began is looked at
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return real(self, *args)
+mam.Clock._deadline = held_up
+""")
+    wait_beats(post, "j", 1)
+    if held_up == "anywhere":
+        post.pause(run.pid)
+    poll(lambda: process_table()[run.pid][1] in ("T", "t"), UP_S, "it stands still")
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 4.0, 10, "longer than N and idle")
+    resume(run.pid)
+    wait_beats(post, "j", 3)
+    assert post.job("j").status == "running"
+
+
+def test_a_daemon_that_is_killed_again_and_again_still_closes_a_dead_worker(post: Post) -> None:
+    """Lost: the end of a dead agent's job, for ever: each new daemon began to count silence from nothing."""
+    post.add("j", heartbeat_sec=2.0, heartbeat_misses=3, idle_timeout_sec=6.0)
+    post.say("j", "started")
+    begun = time.monotonic()
+    lives = 0
+    while post.job("j").status == "running":
+        run, lives = post.run(), lives + 1
+        born = time.monotonic()
+        poll(lambda: time.monotonic() - born > 1.5 or run.code is not None, 10, "a short life")
+        run.kill()
+        assert time.monotonic() - begun < UP_S
+    assert post.job("j").reason == "unresponsive" and lives > 2
+    assert ended_after(post, "j", time.time() - (time.monotonic() - begun)) >= 5.9
+
+
+@pytest.mark.parametrize("gap_s, boot, closed", [(20, "", True), (40, "", False), (20, "another-boot", False)])
+def test_a_gap_above_n_begins_anew_and_a_shorter_one_counts(post: Post, gap_s: int, boot: str, closed: bool) -> None:
+    """Lost: an agent's whole patience after a night without a daemon; or the verdict, to a gap of some seconds."""
+    post.add("j", heartbeat_sec=30, idle_timeout_sec=120)
+    post.say("j", "started")
+    run = post.run()
+    post.wait_look()
+    run.kill()
+    lock = post.mam.registry_dir / "daemon.lock"
+
+    def back(moment: str, seconds: float) -> str:
+        return f"{moment.split()[0]} {float(moment.split()[1]) - seconds:.3f}"
+    seen = json.loads(lock.read_text().splitlines()[0])
+    assert len(seen["gaps"]) == 1, "the first daemon found that nobody had looked"
+    looked = back(seen["looked"], gap_s)
+    seen = {"looked": looked.replace(looked.split()[0], boot) if boot else looked,
+            "gaps": [[seen["gaps"][0][0], seen["gaps"][0][1] - 1000]]}
+    lock.write_text(json.dumps(seen) + "\n" + "half of an older line")
+    with post.registry() as registry, registry.write():
+        registry._execute("UPDATE jobs SET last_event_mono = ?", (back(post.job("j").last_event_mono, 120),))
+    post.run(wait=False)
+    if closed:
+        assert post.wait_status("j", "error", 10).reason == "unresponsive"
+    else:
+        post.wait_daemon(but=run.pid)
+        post.wait_look(3)
+        assert post.job("j").status == "running"
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(gaps=st.lists(st.floats(3.1, 100), max_size=12), bearable=st.floats(4, 90))
+def test_a_job_is_watched_since_the_last_gap_it_cannot_bear(post: Post, gaps: List[float], bearable: float) -> None:
+    """Lost: a verdict too early or too late after many gaps of which only some are remembered."""
+    mod = post.module
+    clock = mod.Clock(None, None, lambda job: False)
+    job = mod.Job(**{**dict.fromkeys(mod.Job._fields), "heartbeat_sec": bearable, "idle_timeout_sec": 1000.0,
+                     "ack_timeout_sec": 1000.0})
+    now = 10.0
+    for gap in gaps:
+        now += gap + 1.0
+        clock.gap(gap, now)
+    ends = [sum(gaps[:at + 1]) + at + 11.0 for at, gap in enumerate(gaps) if gap > bearable]
+    assert abs(clock._watched_s(job, now) - (now - max(ends, default=0.0))) < 1e-6
+    assert [length for length, _ in clock.gaps] == sorted({length for length, _ in clock.gaps}, reverse=True)
 
 
 @pytest.mark.parametrize("word", ["started", "set"])
@@ -1457,6 +1757,109 @@ def test_a_check_whose_keeper_was_killed_is_done_again_and_settled_once(post: Po
     post.wait_status(job, "completed")
     ends = post.rows("SELECT source FROM events WHERE job_id = ? AND seq IS NOT NULL AND event = 'completed'", job)
     assert [row[0] for row in ends].count("_supervise") == 1
+
+
+# A check that says when it runs beside another, does not heed TERM, and waits to be let go.
+CHECK = """
+import fcntl, os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lock = open("lock", "a")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    open("overlap", "w").close()
+with open("checks", "a") as checks:
+    checks.write("%d\\n" % os.getpid())
+while not os.path.exists("go"):
+    time.sleep(0.02)
+"""
+
+
+def checks(mam: Mam) -> List[int]:
+    """The pids of the checks that have begun."""
+    path = mam.workspace / "checks"
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def to_be_checked(post: Post, **columns: Any) -> str:
+    """A job whose worker is done, and whose check nobody has begun."""
+    mam = post.mam
+    mam.env = dict(mam.env, MAM_TERM_GRACE_S="0.2")
+    (mam.workspace / "check.py").write_text(CHECK)
+    job = post.add("j", validate_cmd=f"exec '{sys.executable}' check.py", workdir=str(mam.workspace), **columns)
+    post.say(job, "started")
+    post.say(job, "completed")
+    return job
+
+
+@pytest.mark.parametrize("moment, begun", [
+    ("before it is recorded", 1), ("before it begins", 1), ("while it runs", 2), ("after its end", 2)])
+def test_a_check_never_runs_beside_another(post: Post, mam: Mam, moment: str, begun: int) -> None:
+    """Lost: the verdict, to two runs of one test suite in one folder, because the first one's keeper was killed."""
+    hook = {
+        "before it is recorded": "mam.Registry.begin_check = lambda *args: os.kill(os.getpid(), 9)\n",
+        "before it begins": "mam.GatedChild.release = lambda self: os.kill(os.getpid(), 9)\n",
+        "while it runs": "import time\n"
+                         "def release(self, real=mam.GatedChild.release):\n"
+                         "    real(self)\n"
+                         "    while not os.path.exists('checks'):\n"
+                         "        time.sleep(0.01)\n"
+                         "    os.kill(os.getpid(), 9)\n"
+                         "mam.GatedChild.release = release\n",
+        "after its end": "mam.Registry.end_check = lambda *args: os.kill(os.getpid(), 9)\n"}[moment]
+    job = to_be_checked(post)
+    if moment == "after its end":
+        (mam.workspace / "go").touch()
+    assert post.inside.patched(mam, hook)("_supervise", job).code == -signal.SIGKILL
+    again = mam.popen("_supervise", job)
+    poll(lambda: len(checks(mam)) == begun, UP_S, lambda: f"checks {checks(mam)} of {begun}: {again}")
+    assert not (mam.workspace / "overlap").exists()
+    (mam.workspace / "go").touch()
+    assert again.wait().code == 0
+    assert post.job(job).status == "completed" and len(checks(mam)) == begun
+    assert post.rows("SELECT checking FROM attempts") == [(None,)]
+    poll(lambda: not mam.processes(), UP_S, "nothing is left behind")
+
+
+@pytest.mark.parametrize("keeper", ["lives", "is killed", "stands still"])
+@pytest.mark.parametrize("end", ["cancel", "redispatch"])
+def test_a_check_ends_with_its_job_whoever_keeps_it(post: Post, mam: Mam, keeper: str, end: str) -> None:
+    """Lost: a folder, to a check that runs on in it after its job was cancelled or given out anew."""
+    mam.without_daemon()
+    job = to_be_checked(post)
+    run = mam.popen("_supervise", job)
+    poll(lambda: checks(mam), UP_S, "the check runs")
+    group = json.loads(post.job(job).checking)["group"]
+    if keeper == "is killed":
+        os.kill(run.pid, signal.SIGKILL)
+        run.process.wait()
+    elif keeper == "stands still":
+        post.pause(run.pid)
+    mam(*(["cancel", job] if end == "cancel" else ["redispatch", job, "--force", "--no-deliver"]), check=0)
+    assert not post.module.group_members(group)
+    if keeper == "stands still":
+        resume(run.pid)
+    if keeper != "is killed":
+        assert run.wait().code == 0
+    assert post.job(job).status == ("cancelled" if end == "cancel" else "pending")
+    assert len(checks(mam)) == 1 and not any(post.rows("SELECT checking FROM attempts WHERE checking IS NOT NULL"))
+
+
+@pytest.mark.parametrize("keeper", ["is killed", "stands still"])
+def test_the_daemon_ends_a_check_that_is_out_of_time(post: Post, mam: Mam, keeper: str) -> None:
+    """Lost: a host that is busy for ever with the check of a job that was closed long ago."""
+    job = to_be_checked(post, timeout_sec=3.0)
+    run = mam.popen("_supervise", job)
+    poll(lambda: checks(mam), UP_S, "the check runs")
+    post.pause(run.pid)
+    mam(check=0)                                # with a daemon
+    assert post.wait_status(job, "error").reason == "deadline_timeout"
+    if keeper == "is killed":
+        os.kill(run.pid, signal.SIGKILL)
+    group = checks(mam)[0]
+    poll(lambda: not post.module.group_members(group), UP_S, "the check has ended")
+    poll(lambda: post.rows("SELECT checking FROM attempts") == [(None,)], UP_S, "that is noted")
+    assert len(checks(mam)) == 1
 
 
 @pytest.mark.parametrize("moment", ["before delivery", "during delivery", "after delivery"])
