@@ -2307,14 +2307,16 @@ class Registry:
                                    "AND seq > ?", (job.job_id, job.attempt_id, whole))[0]
         if count == (top or whole) - whole:
             return None
-        rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq > ? "
-                             "ORDER BY seq", (job.job_id, job.attempt_id, whole))
         expected = whole + 1
-        for seq, payload in rows:
-            if seq != expected and not only_beats_between(payload, expected - 1):
-                return expected
-            expected = seq + 1
-        return None
+        while True:      # a few at a time: the first one is usually missing at once, and there may be many behind it
+            rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq >= ? "
+                                 "ORDER BY seq LIMIT 100", (job.job_id, job.attempt_id, expected))
+            for seq, payload in rows:
+                if seq != expected and not only_beats_between(payload, expected - 1):
+                    return expected
+                expected = seq + 1
+            if not rows:
+                return None
 
     # -- v4 ---------------------------------------------------------------------------------
 
@@ -3746,7 +3748,7 @@ class Inbox:
         self._topics: Dict[str, Tuple[str, str, str]] = {}    # topic: (job id, prefix, kind)
         self._keys: Dict[str, Dict[int, Tuple[str, str]]] = {}
         self._states: Dict[str, Tuple[float, Dict[str, Any]]] = {}
-        self._holes: Dict[str, List[float]] = {}              # job id: [since when it is asked for, times asked]
+        self._holes: Dict[str, Tuple[int, int, float]] = {}   # job id: (first missing, times asked, since when)
         self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is awaited)
         self._told: Dict[str, Tuple[int, int]] = {}           # job id: (attempt, number) of a state ahead of its events
 
@@ -3859,7 +3861,7 @@ class Inbox:
 
     def is_asking(self) -> bool:
         """Whether events are missing that may still come."""
-        return bool(self._holes) and self._line.connection is not None
+        return not self.subscribed.isdisjoint(self._holes)
 
     def due(self) -> float:
         """The monotonic time at which store() is to be called; infinity if nothing waits."""
@@ -3897,47 +3899,53 @@ class Inbox:
 
     def _missing(self, job: Job) -> Optional[int]:
         """The first number of a job that is missing and not given up; None if none is."""
-        attempt, whole = self._whole.get(job.job_id, (0, 0))
-        missing = self._registry.missing_numbers(job, whole if attempt == job.attempt_id else 0)
-        told = self._told.get(job.job_id, (0, 0))
-        if missing is None and told[0] == job.attempt_id and told[1] > job.last_seq:
-            return job.last_seq + 1
+        whole = self._up_to(self._whole, job)
+        missing = self._registry.missing_numbers(job, whole)
+        if missing is None and self._up_to(self._told, job) > max(job.last_seq, whole):
+            return max(job.last_seq, whole) + 1
         return missing
 
+    @staticmethod
+    def _up_to(numbers: Dict[str, Tuple[int, int]], job: Job) -> int:
+        attempt, number = numbers.get(job.job_id, (0, 0))
+        return number if attempt == job.attempt_id else 0
+
     def _look_for_hole(self, job_id: str) -> None:
-        job = self._registry.job(job_id)
+        job, now = self._registry.job(job_id), time.monotonic()
         missing = self._missing(job)
-        self._whole[job_id] = (job.attempt_id, job.last_seq if missing is None else missing - 1)
+        whole = max(job.last_seq, self._up_to(self._whole, job)) if missing is None else missing - 1
+        self._whole[job_id] = (job.attempt_id, whole)
         if missing is None:
             self._holes.pop(job_id, None)
         elif job_id not in self._holes:
-            self._holes[job_id] = [time.monotonic(), 0]
-            self._ask_again(job_id, time.monotonic())
+            self._holes[job_id] = (missing, 0, now)
+            self._ask_again(job_id, now)
+        elif missing != self._holes[job_id][0]:      # answers come: they may be many, and are given their time
+            self._holes[job_id] = (missing, min(1, self._holes[job_id][1]), now)
 
     def _ask_again(self, job_id: str, now: float) -> None:
         """Ask the owner of the numbers for those that are missing; after a while write the gap down.
 
         Only while its topics are subscribed: else no answer could come, however long it is waited for.
         """
-        since, asked = self._holes[job_id]
+        _, asked, since = self._holes[job_id]
         connection = self._line.connection
-        wait_s = RESEND_AT_S[int(asked)] if asked < len(RESEND_AT_S) else HOLE_GIVEN_UP_S
-        if connection is None or job_id not in self.subscribed or now - since < wait_s:
+        moments = (0.0, *RESEND_AT_S, HOLE_GIVEN_UP_S)
+        if connection is None or job_id not in self.subscribed or now - since < moments[asked + 1] - moments[asked]:
             return
         job = self._registry.job(job_id)
         missing = self._missing(job)
         if missing is None:
             del self._holes[job_id]
         elif asked < len(RESEND_AT_S):
-            self._holes[job_id][1] += 1
+            self._holes[job_id] = (missing, asked + 1, now)
             data = {"dispatch_token": job.dispatch_token, "attempt_id": job.attempt_id, "from_seq": missing}
             payload = event_payload(job_id, 0, "resend", utc_now(), "", data)
             connection.post(job.topic_prefix + "/control", sign(payload, job.auth_token), False)
         else:
             self._registry.note(job_id, "seq_gap", "daemon", "number %d and maybe more never arrived" % missing,
                                 {"from_seq": missing})
-            self._whole[job_id] = (job.attempt_id, job.last_seq)       # so that it is written down once
-            self._told.pop(job_id, None)
+            self._whole[job_id] = (job.attempt_id, max(job.last_seq, self._up_to(self._told, job)))    # said once
             del self._holes[job_id]
 
 
