@@ -983,15 +983,12 @@ def decide(job: Job, request: str, expected: Expected = NO_OPINION, status: Opti
 
 
 def decide_remote(job: Job, payload: Dict[str, Any]) -> Decision:
-    """What an event from a remote job's runner does to the job.
-
-    A cancel on the runner's side is an `error` event that says so (DESIGN 7): the job ends as cancelled here too.
-    """
+    """The same for an event of a remote job's runner, which speaks for its host's operator too (DESIGN 7)."""
     data = payload["data"]
-    decision = decide(job, payload["event"], Expected(None, data["attempt_id"], data["dispatch_token"], None))
-    if decision.verdict == "commit" and decision.status == "error" and data.get("status") == "cancelled":
-        return decision._replace(status="cancelled")
-    return decision
+    expected = Expected(None, data["attempt_id"], data["dispatch_token"], None)
+    if payload["event"] == "error" and data.get("status") == "cancelled":
+        return decide(job, "cancelled", expected)
+    return decide(job, payload["event"], expected)
 
 
 def can_deliver(job: Job) -> bool:
