@@ -94,6 +94,7 @@ MAX_PROMPT_BYTES = 4 * 1024 * 1024
 MAX_JSON_DEPTH = 32
 MAX_SAFE_INTEGER = 2 ** 53 - 1       # RFC 8785, section 3.2.2.3: IEEE 754 doubles
 MAX_ENV_FILE_BYTES = 1024 * 1024
+READ_AHEAD_BYTES = 64 * 1024         # taken from a connection at once: some 200 events
 MAX_INBOUND_BYTES = 16 * 1024 * 1024 # of one packet: no broker of ours sends larger ones
 OUTPUT_CAP_BYTES = 50 * 1024 * 1024  # of one command; head and tail are kept
 TAIL_BYTES = MAX_FEEDBACK_BYTES      # of the output, in which its last line is looked for
@@ -123,12 +124,14 @@ FRESH_S = 3.0                        # a lock touched longer ago belongs to a da
 DAEMON_WAIT_S = 6.0                  # a publisher leaves an event to a connected daemon for this long
 IDLE_LEAVE_S = 3.0                   # with nothing to do for this long, the daemon leaves
 TAKEOVER_S = 2.0                     # it looks this often for dead supervisors
+DEBT_COUNT = 1000                    # jobs with debts that it takes up at once; the next when those are worked off
 DAEMON_WINDOW = 100                  # unacknowledged messages of the daemon on one connection
 JOB_TURN_COUNT = 20                  # messages of one job in a row, so that a flood starves nobody
 REFUSED_TRY_COUNT = 4                # refused credentials are tried again, in case the broker was starting
 REFUSED_PAUSE_S = 300.0              # and after that, seldom
 POISON_LOSS_COUNT = 3                # a message alone on its way at so many losses is what kills the connection
 INBOX_BATCH_COUNT = 200              # messages taken in by one commit
+INBOX_PAUSE_S = 0.02                 # between two such commits: in a flood they are what costs most
 RESEND_AT_S = (0.0, 5.0, 30.0)       # when a hole in a remote job's numbers is asked for
 HOLE_GIVEN_UP_S = 60.0               # and when it is written down as a gap
 PRESENCE_S = 5.0                     # a runner says this often that it is there
@@ -139,7 +142,7 @@ CLOCK_SKEW_S = 300.0                 # by which the clocks of two hosts may diff
 ANSWER_WAIT_S = 86400.0              # a runner that was told of an end is listened to for this long
 CANCEL_WAIT_S = 6.0                  # `mam cancel` waits this long for the runner's answer
 SPAWN_WAIT_S = 30.0                  # a command that was to be spawned and has no process by then never gets one
-MIN_SECRET_CHARS = 32           # of MAM_DISPATCH_SECRET: 128 bits even if written in hex
+MIN_SECRET_CHARS = 32                # of MAM_DISPATCH_SECRET: 128 bits even if written in hex
 DISPATCH_ROOM_BYTES = 8 * 1024       # what a dispatch needs beside the prompt
 REPUBLISH_S = 86400.0                # a broker without memory gets the states of jobs that ended since
 LOG_CAP_BYTES = 1024 * 1024          # of daemon.log; the older half is kept as daemon.log.1
@@ -392,18 +395,23 @@ def _safe_float(text: str) -> float:
     return value
 
 
+_decoder: Any = None        # made once: making it costs half as much as reading an event with it
+
+
 def parse_json(raw: bytes, limit: int = MAX_PAYLOAD_BYTES) -> Any:
     """Parse bytes nobody vouches for. Total: raises BadJson with the reason, nothing else.
 
     Size, strict UTF-8, duplicate keys, NaN, and everything that canonical() refuses.
     """
+    global _decoder
     import json
     if len(raw) > limit:
         raise BadJson("%d bytes, more than the %d allowed" % (len(raw), limit))
+    _decoder = _decoder or json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_constant=_no_constant,
+                                            parse_int=_safe_int, parse_float=_safe_float)
     try:
         text = raw.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique_pairs, parse_constant=_no_constant,
-                           parse_int=_safe_int, parse_float=_safe_float)
+        value = _decoder.decode(text)
         if "\\u" in text or text.count("{") + text.count("[") > MAX_JSON_DEPTH:
             canonical(value)      # only then can there be a lone surrogate, or too deep a nesting
     except BadJson:
@@ -1006,9 +1014,9 @@ def decide(job: Job, request: str, expected: Expected = NO_OPINION, status: Opti
 
 
 def decide_remote(job: Job, payload: Dict[str, Any]) -> Decision:
-    """The same for an event of a remote job's runner, which speaks for its host's operator too."""
+    """The same for an event of a remote job's runner, which speaks for its host's operator too (DESIGN 7)."""
     data = payload["data"]
-    expected = Expected(None, data["attempt_id"], data.get("dispatch_token"), None)
+    expected = Expected(None, data["attempt_id"], data["dispatch_token"], None)
     if payload["event"] == "completed" and data.get("settles") is False:      # its runner still looks at the artifacts
         decision = decide(job, "progress", expected)
         return decision._replace(phase="validating") if decision.verdict == "commit" else decision
@@ -1178,14 +1186,19 @@ def state_payload(job: Job) -> Dict[str, Any]:
     return payload
 
 
+def unsigned_form(payload: Dict[str, Any]) -> bytes:
+    """What of a payload is signed, and kept in the registry: its canonical form without `data.hmac_sig`."""
+    data = {name: value for name, value in payload["data"].items() if name != "hmac_sig"}
+    return canonical({**payload, "data": data})
+
+
 def signature(payload: Dict[str, Any], key: str) -> bytes:
     """HMAC-SHA256 over the canonical form of a payload without `data.hmac_sig` (RFC 2104).
 
     The key is the ASCII bytes of its text form.
     """
     import hmac
-    data = {name: value for name, value in payload["data"].items() if name != "hmac_sig"}
-    return hmac.digest(key.encode("ascii"), canonical({**payload, "data": data}), "sha256")
+    return hmac.digest(key.encode("ascii"), unsigned_form(payload), "sha256")
 
 
 def sign(payload: Dict[str, Any], key: str) -> bytes:
@@ -1203,8 +1216,8 @@ def sign_recorded(text: str, key: str) -> bytes:
     return canonical(payload)
 
 
-def verify(payload: Any, key: str) -> None:
-    """Raise Rejected unless the payload carries the right signature (compared in constant time)."""
+def verify(payload: Any, key: str) -> str:
+    """The unsigned form, as text, of a payload with the right signature (compared in constant time); else Rejected."""
     import hmac
     data = payload.get("data") if isinstance(payload, dict) else None
     claimed = data.get("hmac_sig") if isinstance(data, dict) else None
@@ -1212,11 +1225,13 @@ def verify(payload: Any, key: str) -> None:
         raise Rejected("signature", "no signature")
     try:
         claimed_bytes = bytes.fromhex(claimed)
-        actual = signature(payload, key)
+        form = unsigned_form(payload)
+        actual = hmac.digest(key.encode("ascii"), form, "sha256")
     except ValueError as error:     # BadJson too
         raise Rejected("signature", str(error)) from None
     if claimed_bytes.hex() != claimed or not hmac.compare_digest(claimed_bytes, actual):   # one form only
         raise Rejected("signature", "wrong signature")
+    return form.decode("utf-8")
 
 
 def dispatch_message(job: Job, mail: Mail, prompt: str) -> Tuple[str, bytes, bool]:
@@ -1267,16 +1282,9 @@ def next_mail(mails: Sequence[Mail]) -> Optional[Tuple[str, Mail]]:
     return None
 
 
-def open_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str, key: str) -> Dict[str, Any]:
-    """The payload of a message signed with `key`, or Rejected: accept_message() with one key for all."""
-    payload = _parsed_envelope(topic, raw, topic_prefix, kind)
-    verify(payload, key)
-    return _numbered(payload)
-
-
 def accept_message(topic: str, raw: bytes, topic_prefix: str, kind: str,
-                   keys: Dict[int, Tuple[str, str]]) -> Dict[str, Any]:
-    """The payload of a message from the wire, or Rejected: the checks of DESIGN 7 in their order.
+                   keys: Dict[int, Tuple[str, str]]) -> Tuple[Dict[str, Any], str]:
+    """(payload, its unsigned text) of a message from the wire, or Rejected: the checks of DESIGN 7 in their order.
 
     `kind` is `events` or `state`; `keys` maps an attempt to its (dispatch token, key). The
     attempt that picks the key is covered by the signature made with it.
@@ -1287,11 +1295,13 @@ def accept_message(topic: str, raw: bytes, topic_prefix: str, kind: str,
     if type(attempt) is not int or attempt not in keys:
         raise Rejected("attempt", "attempt_id is %r" % (attempt,))
     token, key = keys[attempt]
-    verify(payload, key)
+    text = verify(payload, key)
     if data.get("dispatch_token") != token:
         raise Rejected("token", "the dispatch token is not that of attempt %d" % attempt)
     intent_identity(data)
-    return _numbered(payload)
+    if type(payload.get("seq")) is not int or payload["seq"] < 0:
+        raise Rejected("seq", "seq is %r" % (payload.get("seq"),))
+    return payload, text
 
 
 def _parsed_envelope(topic: str, raw: bytes, topic_prefix: str, kind: str) -> Dict[str, Any]:
@@ -1371,18 +1381,6 @@ def intent_identity(data: Dict[str, Any]) -> Optional[str]:
     if not fields or not all(type(field) in (int, str) for field in fields):
         raise Rejected("intent", "notification_intent has no stable identity")
     return compact_json(fields)
-
-
-def _numbered(payload: Dict[str, Any]) -> Dict[str, Any]:
-    if type(payload.get("seq")) is not int or payload["seq"] < 0:
-        raise Rejected("seq", "seq is %r" % (payload.get("seq"),))
-    return payload
-
-
-def unsigned_text(payload: Dict[str, Any]) -> str:
-    """A payload as the registry keeps it: canonical, without its signature."""
-    data = {name: value for name, value in payload["data"].items() if name != "hmac_sig"}
-    return canonical({**payload, "data": data}).decode("utf-8")
 
 
 def check_data(data: Any) -> Dict[str, Any]:
@@ -1787,6 +1785,13 @@ class Registry:
                 if now >= deadline:
                     raise self._sql_error(error) from None
                 time.sleep(0.002 + os.urandom(1)[0] / 255 * 0.02)   # jitter: no two return in step
+
+    def _execute_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run one statement for many rows, inside a transaction: nothing can be busy there."""
+        try:
+            self._db.executemany(sql, rows)
+        except self._sqlite.Error as error:
+            raise self._sql_error(error) from None
 
     def still_there(self) -> bool:
         """Whether the open file is the one at its path (somebody may have deleted the folder)."""
@@ -2280,6 +2285,11 @@ class Registry:
             "AND transport <> 'remote' UNION SELECT job_id FROM attempts WHERE (dispatch_mail OR control_mail) "
             "AND (dispatch_mail IN (1, 3) OR control_mail IN (1, 3)) LIMIT ?", (limit,))]
 
+    def jobs_owing_each_broker(self) -> List[Job]:
+        """A job that owes its state (as whoever owes events does) for each broker that anything is owed to."""
+        return self._jobs("WHERE j.n IN (SELECT min(n) FROM jobs WHERE wire IS NOT NULL AND transport <> 'remote' "
+                          "AND (state_sent < state_rev OR clear_owed) AND last_seq > 0 GROUP BY wire, broker)")
+
     def mark_sent(self, events: Sequence[Event] = (), states: Sequence[Tuple[str, int]] = (),
                   cleared: Sequence[str] = ()) -> None:
         """Note what a broker acknowledged. Losing this note sends it again, so it need not be durable.
@@ -2555,41 +2565,37 @@ class Registry:
             for job_id in job_ids or ():
                 self._execute("UPDATE jobs SET subscribed_mono = ? WHERE job_id = ?", (moment, job_id))
 
-    def take_in(self, messages: Sequence[Dict[str, Any]]) -> List[str]:
-        """Store verified events of remote jobs with the transitions they cause, in one transaction.
+    def take_in(self, messages: Sequence[Tuple[Dict[str, Any], str]]) -> List[str]:
+        """Store verified events of remote jobs, (payload, unsigned text), with the transitions they cause.
 
-        Answers a word for each: accepted, filled (a hole), duplicate, replayed, late, conflict.
+        All in one transaction. Answers a word for each: accepted, filled (a hole), duplicate, replayed, late, conflict.
         """
-        open_: Dict[str, Tuple[Job, Dict[str, Any]]] = {}     # jobs as they are by now, and what of it is unwritten
+        open_: Dict[str, _Arriving] = {}
         with self.write():
-            words = [self._take_in_event(payload, open_) for payload in messages]
-            for job, changes in open_.values():
-                self._update_job(job, changes)
+            words = [self._take_in_event(payload, text, open_) for payload, text in messages]
+            for arriving in open_.values():
+                self._write_arrived(arriving)
         return words
 
-    def _take_in_event(self, payload: Dict[str, Any], open_: Dict[str, Tuple[Job, Dict[str, Any]]]) -> str:
-        job, unwritten = open_.get(payload["job_id"]) or (self.job(payload["job_id"]), {})
-        data, text = payload["data"], unsigned_text(payload)
-        attempt, seq = data["attempt_id"], payload["seq"]
-        known = self._execute("SELECT payload, source, n FROM events WHERE job_id = ? AND attempt_id = ? AND seq = ?",
-                              (job.job_id, attempt, seq))
-        if known and known[0][1] == "state":       # the event behind a state that was taken in before it
-            self._execute("UPDATE events SET payload = ?, source = 'remote', detail = ?, event = ? WHERE n = ?",
-                          (text, clean_text(payload["detail"]), payload["event"], known[0][2]))
-            return "filled"
-        if known and known[0][0] == text:
-            return "duplicate"
-        if known:
-            self._log(job, "conflict", "remote", "two different events with number %d" % seq, {"payload": payload},
-                      attempt)
-            return "conflict"
+    def _take_in_event(self, payload: Dict[str, Any], text: str, open_: Dict[str, _Arriving]) -> str:
+        arriving = open_.get(payload["job_id"])
+        if arriving is None:
+            arriving = open_[payload["job_id"]] = self._arriving(payload["job_id"])
+        job, data, seq = arriving.job, payload["data"], payload["seq"]
+        attempt = data["attempt_id"]
+        if attempt != job.attempt_id or seq <= arriving.top:       # else nothing can be stored under its number
+            self._write_arrived(arriving)
+            word = self._known(job, payload, text)
+            if word:
+                return word
         identity = intent_identity(data)
         if identity and self._execute("SELECT 1 FROM intents WHERE job_id = ? AND identity = ?",
                                       (job.job_id, identity)):
             return "replayed"
         decision = decide_remote(job, payload)
-        fills = attempt == job.attempt_id and seq < job.last_seq
+        fills = attempt == job.attempt_id and seq < arriving.top
         if decision.verdict != "commit" and not fills:
+            self._write_arrived(arriving)
             self._log(job, "late", "remote", payload["detail"],
                       {"source_event": payload["event"], "reason": decision.reason, "data": data, "seq": seq}, attempt)
             if payload["event"] in TERMINAL_EVENTS:
@@ -2597,79 +2603,115 @@ class Registry:
             return "late"
         if identity:
             self._execute("INSERT OR IGNORE INTO intents VALUES(?, ?)", (job.job_id, identity))
-        self._insert_remote(job, payload, text, "remote")
+        arriving.rows.append(_remote_row(payload, text, "remote"))
         if fills and payload["event"] not in TERMINAL_EVENTS:
+            if data.get("spawned") is True:
+                self._execute("UPDATE jobs SET claimed_at = ?, claimed_mono = ? WHERE job_id = ? "
+                              "AND claimed_mono IS NULL", (utc_now(), instant(), job.job_id))
             return "filled"
+        arriving.top = max(arriving.top, seq)
         if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase):
-            changes = self._remote_changes(job, payload, decision)       # written once for the whole batch
-            open_[job.job_id] = (job._replace(**changes), {**unwritten, **changes})
+            arriving.news.append(payload)                # the record is written once for the whole batch
         elif decision.verdict == "commit":
-            if unwritten:
-                self._update_job(job, unwritten)
-            open_.pop(job.job_id, None)
-            self._apply_remote(job, payload, decision)
+            self._write_arrived(arriving)
+            self._apply_remote(arriving.job, payload, decision)
+            del open_[job.job_id]
         return "accepted"
 
-    def _insert_remote(self, job: Job, payload: Dict[str, Any], text: str, source: str) -> None:
-        self._execute(
-            "INSERT INTO events(job_id, attempt_id, seq, event, source, timestamp, logged_at, detail, payload, "
-            "delivered_at) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (job.job_id, payload["data"]["attempt_id"], payload["seq"], payload["event"], source,
-             clean_text(payload["timestamp"])[:40], utc_now(True), clean_text(payload["detail"]), text, utc_now()))
+    def _arriving(self, job_id: str) -> _Arriving:
+        job = self.job(job_id)
+        top = self._execute("SELECT max(seq) FROM events WHERE job_id = ? AND attempt_id = ?",
+                            (job_id, job.attempt_id))[0][0]
+        return _Arriving(job, max(job.last_seq, top or 0))
 
-    def _remote_changes(self, job: Job, payload: Dict[str, Any], decision: Decision) -> Dict[str, Any]:
-        """What an accepted event changes in its job's record."""
+    def _known(self, job: Job, payload: Dict[str, Any], text: str) -> Optional[str]:
+        """What an event is if something is stored under its number already; None if nothing is."""
+        attempt, seq = payload["data"]["attempt_id"], payload["seq"]
+        known = self._execute("SELECT payload, source, n FROM events WHERE job_id = ? AND attempt_id = ? AND seq = ?",
+                              (job.job_id, attempt, seq))
+        if not known:
+            return None
+        if known[0][1] == "state":       # the event behind a state that was taken in before it
+            self._execute("UPDATE events SET payload = ?, source = 'remote', detail = ?, event = ? WHERE n = ?",
+                          (text, clean_text(payload["detail"]), payload["event"], known[0][2]))
+            return "filled"
+        if known[0][0] == text:
+            return "duplicate"
+        self._log(job, "conflict", "remote", "two different events with number %d" % seq, {"payload": payload},
+                  attempt)
+        return "conflict"
+
+    def _write_arrived(self, arriving: _Arriving) -> None:
+        """Write what of a job was taken in and is not written yet."""
+        if arriving.rows:
+            self._execute_many(
+                "INSERT INTO events(job_id, attempt_id, seq, event, source, timestamp, logged_at, detail, payload, "
+                "delivered_at) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", arriving.rows)
+            arriving.rows = []
+        if arriving.news:
+            changes = self._remote_changes(arriving.job, arriving.news)
+            self._update_job(arriving.job, changes)
+            arriving.job, arriving.news = arriving.job._replace(**changes), []
+
+    def _remote_changes(self, job: Job, news: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+        """What accepted events, in the order of their arrival, change in their job's record beside its status."""
         now, moment = utc_now(), instant()
-        is_beat = payload["detail"] == "heartbeat" and "since" in payload["data"]
         changes: Dict[str, Any] = {
-            "status": decision.status, "phase": decision.phase, "transition_seq": job.transition_seq + 1,
-            "last_seq": max(job.last_seq, payload["seq"]), "started_at": job.started_at or now,
-            "updated_at": now, "state_rev": job.state_rev + 1}
-        if payload["data"].get("spawned") is True or not (job.runner or job.claimed_mono or job.delivered_mono):
+            "transition_seq": job.transition_seq + len(news), "started_at": job.started_at or now,
+            "last_seq": max(job.last_seq, *[payload["seq"] for payload in news]),
+            "updated_at": now, "state_rev": job.state_rev + len(news)}
+        if any(payload["data"].get("spawned") is True for payload in news) \
+                or not (job.runner or job.claimed_mono or job.delivered_mono):
             changes.update(claimed_at=now, claimed_mono=moment)      # the wall clock of both sides starts
         if not job.last_event_mono:
             changes["delivery"] = "sent"
             self._retire_dispatch(job)
-        if is_beat:
+        said = [payload for payload in news if not (payload["detail"] == "heartbeat" and "since" in payload["data"])]
+        if len(said) < len(news):
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?)",
                           (job.job_id, job.attempt_id, job.heartbeat_sec, moment, now, moment))
-        if not is_beat or not job.last_event_mono:       # a beat that comes first counts as `started` (DESIGN 6)
-            changes.update(last_event=payload["event"], last_event_at=now, last_event_mono=moment,
-                           detail=clean_text(payload["detail"]))
+        if said or not job.last_event_mono:       # a beat that comes first counts as `started` (DESIGN 6)
+            last = (said or news)[-1]
+            changes.update(last_event=last["event"], last_event_at=now, last_event_mono=moment,
+                           detail=clean_text(last["detail"]))
         return changes
 
     def _apply_remote(self, job: Job, payload: Dict[str, Any], decision: Decision) -> None:
-        changes = self._remote_changes(job, payload, decision)
+        """Commit an event of a remote job that changes its status or phase."""
+        changes = {**self._remote_changes(job, [payload]), "status": decision.status, "phase": decision.phase}
         if decision.status in TERMINAL_STATUSES:
             reason = payload["data"].get("reason")
             changes.update(finished_at=changes["updated_at"],
                            reason=reason if isinstance(reason, str) and is_name(reason) else None)
         if decision.status in TERMINAL_STATUSES or decision.phase and payload["data"].get("settles") is not False:
-            self._end_attempt(job, payload["event"])
+            self._end_attempt(job, payload["event"] if decision.phase else decision.status)
         self._update_job(job, changes)
-        if decision.status != job.status or decision.phase != job.phase:
-            self._log(job, "status_changed", "remote", decision.status, {
-                "from": job.status, "to": decision.status, "by": "remote", "phase": decision.phase})
+        self._log(job, "status_changed", "remote", decision.status, {
+            "from": job.status, "to": decision.status, "by": "remote", "phase": decision.phase})
 
     def take_in_state(self, payload: Dict[str, Any]) -> str:
-        """A retained state whose own event did not come: its end counts, and so does its news as life."""
+        """A retained state whose own event did not come: its end counts, and so does its news as life.
+
+        Answers accepted (the job has ended by it), old_state, or behind: events up to its number are missing.
+        """
         with self.write():
             job = self.job(payload["job_id"])
             if payload.get("status") in TERMINAL_STATUSES:
                 self._take_answer(job.job_id, payload["data"]["attempt_id"], payload["status"])
             if payload["data"]["attempt_id"] != job.attempt_id or payload["seq"] <= job.last_seq:
                 return "old_state"
-            event = payload.get("last_event")
-            if payload.get("status") in ("completed", "error") and event in TERMINAL_EVENTS:
-                decision = decide(job, event, Expected(None, job.attempt_id, None, None))
+            if payload.get("status") in TERMINAL_STATUSES:
+                event = "completed" if payload["status"] == "completed" else "error"
+                as_event = {**payload, "event": event, "data": {**payload["data"], "status": payload["status"]}}
+                decision = decide_remote(job, as_event)
                 if decision.verdict == "commit":
-                    as_event = {**payload, "event": event}
-                    self._insert_remote(job, as_event, unsigned_text(as_event), "state")
+                    row = _remote_row(as_event, unsigned_form(as_event).decode("utf-8"), "state")
+                    self._write_arrived(_Arriving(job, payload["seq"], [row]))
                     self._apply_remote(job, as_event, decision)
                     return "accepted"
             self._execute("UPDATE jobs SET last_event_mono = ? WHERE job_id = ? AND last_event_mono IS NOT NULL",
                           (instant(), job.job_id))
-            return "state_is_life"
+            return "behind"
 
     def missing_numbers(self, job: Job, whole: int = 0) -> Optional[int]:
         """The first number that is missing in the log of a job's current attempt; None if none is.
@@ -2677,14 +2719,20 @@ class Registry:
         Up to `whole`, none is known to be.
         """
         whole = max(whole, job.seq_base)
-        rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq > ? "
-                             "ORDER BY seq", (job.job_id, job.attempt_id, whole))
+        count, top = self._execute("SELECT count(*), max(seq) FROM events WHERE job_id = ? AND attempt_id = ? "
+                                   "AND seq > ?", (job.job_id, job.attempt_id, whole))[0]
+        if count == (top or whole) - whole:
+            return None
         expected = whole + 1
-        for seq, payload in rows:
-            if seq != expected and not only_beats_between(payload, expected - 1):
-                return expected
-            expected = seq + 1
-        return None
+        while True:      # a few at a time: the first one is usually missing at once, and there may be many behind it
+            rows = self._execute("SELECT seq, payload FROM events WHERE job_id = ? AND attempt_id = ? AND seq >= ? "
+                                 "ORDER BY seq LIMIT 100", (job.job_id, job.attempt_id, expected))
+            for seq, payload in rows:
+                if seq != expected and not only_beats_between(payload, expected - 1):
+                    return expected
+                expected = seq + 1
+            if not rows:
+                return None
 
     # -- v4 ---------------------------------------------------------------------------------
 
@@ -2702,6 +2750,24 @@ class Registry:
                 if not dry_run:
                     self._execute("UPDATE jobs SET broker = ? WHERE job_id = ?", (compact_json(block), job_id))
         return found
+
+
+class _Arriving:
+    """A remote job while a batch of its events is taken in."""
+
+    __slots__ = ("job", "top", "rows", "news")
+
+    def __init__(self, job: Job, top: int, rows: Sequence[Sequence[Any]] = ()):
+        self.job = job                                   # as it is written
+        self.top = top                                   # the highest number taken in of its current attempt
+        self.rows = list(rows)                           # of the log, not yet written
+        self.news: List[Dict[str, Any]] = []             # events whose mark on the record is not yet written
+
+
+def _remote_row(payload: Dict[str, Any], text: str, source: str) -> Sequence[Any]:
+    """The line of the log for an event from the wire, as _write_arrived() inserts it."""
+    return (payload["job_id"], payload["data"]["attempt_id"], payload["seq"], payload["event"], source,
+            clean_text(payload["timestamp"])[:40], utc_now(True), clean_text(payload["detail"]), text, utc_now())
 
 
 class _Transaction:
@@ -3071,6 +3137,42 @@ def broker_address(broker: Broker) -> str:
     return "%s:%d" % (broker.host, broker.port)
 
 
+def _new_client(mqtt: Any, client_id: str) -> Any:
+    """A paho client that reads ahead and acknowledges in bulk.
+
+    paho reads a packet in three system calls and sends each PUBACK by itself, which is half of
+    what a message costs. Both methods are its own, not public: should they go, only the speed does.
+    """
+    import struct
+
+    class ReadAhead(mqtt.Client):
+        ahead, position = b"", 0        # bytes read from the socket, and up to where they were handed on
+        pubacks = b""                   # not yet sent
+
+        def _sock_recv(self, size: int) -> bytes:
+            if self.position >= len(self.ahead):
+                self.send_acks()        # before the broker waits for them
+                self.ahead, self.position = super()._sock_recv(max(size, READ_AHEAD_BYTES)), 0
+            data = self.ahead[self.position:self.position + size]
+            self.position += len(data)
+            return data
+
+        def has_more(self) -> bool:
+            return self.position < len(self.ahead)
+
+        def _send_puback(self, mid: int) -> Any:
+            self.pubacks += struct.pack("!BBH", 0x40, 2, mid)
+            return mqtt.MQTT_ERR_SUCCESS
+
+        def send_acks(self) -> None:
+            if self.pubacks:
+                acks, self.pubacks = self.pubacks, b""
+                self._packet_queue(0x40, acks, 0, 1)
+
+    return ReadAhead(mqtt.CallbackAPIVersion.VERSION2, client_id=client_id, clean_session=True,
+                     protocol=mqtt.MQTTv311, reconnect_on_failure=False)
+
+
 class Connection:
     """A connected MQTT 3.1.1 client: QoS 1, clean session, knows what was acknowledged."""
 
@@ -3091,8 +3193,7 @@ class Connection:
         self._acked: set = set()
         self._granted: Dict[int, bool] = {}                    # SUBSCRIBE's mid: whether all was granted
         self._connack: Any = None
-        self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=self.client_id, clean_session=True,
-                                   protocol=mqtt.MQTTv311, reconnect_on_failure=False)
+        self._client = _new_client(mqtt, self.client_id)
         self._client.connect_timeout = TCP_TIMEOUT_S
         self._client.max_inflight_messages_set(window)
         self._client.on_connect = self._on_connect
@@ -3151,10 +3252,12 @@ class Connection:
         """Let the client read, write and keep alive, waiting up to wait_s; BrokerError once the connection is lost."""
         seen = len(self.received)
         try:
-            code = self._client.loop(max(0.0, min(wait_s, 0.5)))     # reads one message
-            while code == 0 and seen < len(self.received) < INBOX_BATCH_COUNT:
+            code = self._client.loop(0.0 if self.has_more() else max(0.0, min(wait_s, 0.5)))     # reads one message
+            while code == 0 and (seen < len(self.received) or self.has_more()) \
+                    and len(self.received) < INBOX_BATCH_COUNT:
                 seen = len(self.received)
                 code = self._client.loop_read()                      # and those behind it, to be stored at once
+            self._client.send_acks()
         except (OSError, ValueError) as error:
             raise BrokerError("the connection to %s broke: %s" % (self._address(), error)) from None
         if self.received and (code != 0 or self._client._in_packet["remaining_length"] > MAX_INBOUND_BYTES):
@@ -3170,6 +3273,10 @@ class Connection:
     def socket(self) -> Any:
         """What becomes readable when the broker has something for us."""
         return self._client.socket()
+
+    def has_more(self) -> bool:
+        """Whether something was read from the socket already and not yet handed on by pump()."""
+        return bool(self._client.has_more())
 
     def wants_write(self) -> bool:
         return self._client.want_write()
@@ -3832,6 +3939,10 @@ class Line:
         sending = self._jobs.get(job_id)
         return self.connection is not None and (sending is None or not (sending.flying or sending.queued))
 
+    def is_idle(self) -> bool:
+        """Whether all it was given to send has been sent."""
+        return not (self._queue or self._flight)
+
     def enqueue(self, job_id: str) -> None:
         sending = self._jobs.setdefault(job_id, _Sending())
         if not sending.queued:
@@ -3849,6 +3960,8 @@ class Line:
         """One step of everything; never raises for a broker's sake."""
         try:
             self.inbox.note_unheard()
+            if now >= self.inbox.due():
+                self.inbox.store()
             if self._fencer:
                 self._fenced()
             if self.connection:
@@ -3960,6 +4073,7 @@ class Line:
 
     def close(self) -> None:
         """Leave in good order. A name under which something may still be on its way is left to the next sender."""
+        self.inbox.store()
         self._owe_doubtful()
         if self.connection:
             self.connection.close()
@@ -4394,16 +4508,21 @@ class Inbox:
         self.refused: set = set()
         self.changed: set = set()                             # jobs whose clocks are to be looked at anew
         self._unheard: set = set()                            # no longer subscribed, and not yet noted
-        self._waiting: List[Dict[str, Any]] = []              # verified events, not yet stored
+        self._waiting: List[Tuple[Dict[str, Any], str]] = []  # verified events, not yet stored
+        self._store_at = 0.0                                  # when those are to be stored, unless they are many
         self._asked: Dict[int, List[str]] = {}                # SUBSCRIBE's mid: the jobs in it
         self._topics: Dict[str, Tuple[str, str, str]] = {}    # topic: (job id, prefix, kind)
         self._keys: Dict[str, Dict[int, Tuple[str, str]]] = {}
         self._states: Dict[str, Tuple[float, Dict[str, Any]]] = {}
-        self._holes: Dict[str, List[float]] = {}              # job id: [first seen, times asked]
-        self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is missing)
+        self._holes: Dict[str, Tuple[int, int, float]] = {}   # job id: (first missing, times asked, since when)
+        self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is awaited)
+        self._told: Dict[str, Tuple[int, int]] = {}           # job id: (attempt, number) of a state ahead of its events
 
     def connected(self) -> None:
-        """Nothing is subscribed on a new connection: a clean session restores nothing."""
+        """Nothing is subscribed on a new connection: a clean session restores nothing.
+
+        Nor is anything asked for, and no hole is given up, until turn() has seen the SUBACK.
+        """
         self._asked.clear()
         self._topics.clear()
         self.subscribed.clear()
@@ -4422,14 +4541,13 @@ class Inbox:
             self._unheard = set()
 
     def watch(self, jobs: Sequence[Job]) -> None:
-        """Bring the subscriptions in line with the remote jobs of this line that are to be heard, and those that
-        have ended with a hole which is still being filled."""
+        """Bring the subscriptions in line with the remote jobs to be heard, and the ended ones that have a hole."""
         connection = self._line.connection
         if connection is None:
             return
-        heard = {job.job_id for job in jobs}
-        jobs = [*jobs, *self._registry.jobs_by_id([job_id for job_id in self._holes if job_id not in heard])]
-        wanted = {job.job_id: job for job in jobs if self._line.carries(job)}
+        ended = set(self._holes) - {job.job_id for job in jobs}
+        wanted = {job.job_id: job for job in [*jobs, *self._registry.jobs_by_id(sorted(ended))]
+                  if self._line.carries(job)}
         known = {job_id for job_id, _, _ in self._topics.values()}
         fresh = [job for job_id, job in wanted.items() if job_id not in known]
         for start in range(0, len(fresh), 50):
@@ -4446,6 +4564,7 @@ class Inbox:
                 self.subscribed.discard(self._topics.pop(topic)[0])
         self._keys = {job_id: keys for job_id, keys in self._keys.items() if job_id in wanted}
         self._whole = {job_id: whole for job_id, whole in self._whole.items() if job_id in wanted}
+        self._told = {job_id: told for job_id, told in self._told.items() if job_id in wanted}
 
     def forget_keys(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
@@ -4463,19 +4582,26 @@ class Inbox:
                 self.subscribed.update(jobs)
                 self._registry.mark_subscribed(jobs, instant())
                 self.changed.update(jobs)
+                for job_id in jobs:
+                    self._holes.pop(job_id, None)
+                    self._look_for_hole(job_id)
             else:
                 self.refused.update(jobs)
                 log("%s refused a subscription for %d jobs" % (broker_address(self._line.broker), len(jobs)))
         for job_id, (due, payload) in list(self._states.items()):
             if now >= due:
-                self._count(self._registry.take_in_state(payload))
+                word = self._registry.take_in_state(payload)
+                self._count(word)
                 del self._states[job_id]
                 self.changed.add(job_id)
+                if word == "behind":
+                    self._told[job_id] = (payload["data"]["attempt_id"], payload["seq"])
+                self._look_for_hole(job_id)
         for job_id in list(self._holes):
             self._ask_again(job_id, now)
 
     def _count(self, word: str) -> None:
-        if word not in ("accepted", "filled", "state_is_life"):
+        if word not in ("accepted", "filled", "behind"):
             self.drops[word] = self.drops.get(word, 0) + 1
 
     def drop(self, topic: str, error: Rejected) -> None:
@@ -4491,27 +4617,42 @@ class Inbox:
             if not raw:
                 continue                      # a cleared retained message
             try:
-                payload = self._accept(topic, raw)
+                payload, text = self._accept(topic, raw)
             except Rejected as error:
                 self.drop(topic, error)
                 continue
             if payload["event"] == "state":
                 self._states[payload["job_id"]] = (time.monotonic() + HOLE_WAIT_S, payload)
             else:
-                self._waiting.append(payload)
+                self._waiting.append((payload, text))
+        if len(self._waiting) >= INBOX_BATCH_COUNT or time.monotonic() >= self._store_at:
+            self.store()
+
+    def is_asking(self) -> bool:
+        """Whether events are missing that may still come."""
+        return not self.subscribed.isdisjoint(self._holes)
+
+    def due(self) -> float:
+        """The monotonic time at which store() is to be called; infinity if nothing waits."""
+        return self._store_at if self._waiting else float("inf")
+
+    def store(self) -> None:
+        """Commit what was taken; MamError leaves it waiting."""
         while self._waiting:
             part = self._waiting[:INBOX_BATCH_COUNT]
             words = self._registry.take_in(part)
             del self._waiting[:INBOX_BATCH_COUNT]
-            for payload, word in zip(part, words):
+            for (payload, _), word in zip(part, words):
                 self._count(word)
                 if word == "conflict":
                     log("ALARM: two different events with number %d of job %s" % (payload["seq"], payload["job_id"]))
-            self.changed.update(payload["job_id"] for payload in part)
-            for job_id in {payload["job_id"] for payload in part}:
+            jobs = {payload["job_id"] for payload, _ in part}
+            self.changed |= jobs
+            for job_id in jobs:
                 self._look_for_hole(job_id)
+            self._store_at = time.monotonic() + INBOX_PAUSE_S
 
-    def _accept(self, topic: str, raw: bytes) -> Dict[str, Any]:
+    def _accept(self, topic: str, raw: bytes) -> Tuple[Dict[str, Any], str]:
         known = self._topics.get(topic)
         if known is None:
             raise Rejected("unknown_topic", "not subscribed")
@@ -4525,35 +4666,55 @@ class Inbox:
         except Exception as error:      # a defect of the checks must not stop the daemon
             raise Rejected("internal", "%s: %s" % (type(error).__name__, error)) from None
 
+    def _missing(self, job: Job) -> Optional[int]:
+        """The first number of a job that is missing and not given up; None if none is."""
+        whole = self._up_to(self._whole, job)
+        missing = self._registry.missing_numbers(job, whole)
+        if missing is None and self._up_to(self._told, job) > max(job.last_seq, whole):
+            return max(job.last_seq, whole) + 1
+        return missing
+
+    @staticmethod
+    def _up_to(numbers: Dict[str, Tuple[int, int]], job: Job) -> int:
+        attempt, number = numbers.get(job.job_id, (0, 0))
+        return number if attempt == job.attempt_id else 0
+
     def _look_for_hole(self, job_id: str) -> None:
-        job = self._registry.job(job_id)
-        attempt, whole = self._whole.get(job_id, (0, 0))
-        missing = self._registry.missing_numbers(job, whole if attempt == job.attempt_id else 0)
-        self._whole[job_id] = (job.attempt_id, job.last_seq if missing is None else missing - 1)
+        job, now = self._registry.job(job_id), time.monotonic()
+        missing = self._missing(job)
+        whole = max(job.last_seq, self._up_to(self._whole, job)) if missing is None else missing - 1
+        self._whole[job_id] = (job.attempt_id, whole)
         if missing is None:
             self._holes.pop(job_id, None)
         elif job_id not in self._holes:
-            self._holes[job_id] = [time.monotonic(), 0]
-            self._ask_again(job_id, time.monotonic())
+            self._holes[job_id] = (missing, 0, now)
+            self._ask_again(job_id, now)
+        elif missing != self._holes[job_id][0]:      # answers come: they may be many, and are given their time
+            self._holes[job_id] = (missing, min(1, self._holes[job_id][1]), now)
 
     def _ask_again(self, job_id: str, now: float) -> None:
-        """Ask the owner of the numbers for those that are missing; after a while write the gap down."""
-        since, asked = self._holes[job_id]
-        if asked < len(RESEND_AT_S) and now - since >= RESEND_AT_S[int(asked)] and self._line.connection:
-            self._holes[job_id][1] += 1
-            job = self._registry.job(job_id)
-            missing = self._registry.missing_numbers(job)
-            if missing is None:
-                del self._holes[job_id]
-                return
-            if job.remote_keys:
-                self._line.connection.post(*control_message(job, "resend", utc_now(), {"from_seq": missing}))
-        elif now - since >= HOLE_GIVEN_UP_S:
+        """Ask the owner of the numbers for those that are missing; after a while write the gap down.
+
+        Only while its topics are subscribed: else no answer could come, however long it is waited for.
+        """
+        _, asked, since = self._holes[job_id]
+        connection = self._line.connection
+        moments = (0.0, *RESEND_AT_S, HOLE_GIVEN_UP_S)
+        if connection is None or job_id not in self.subscribed or now - since < moments[asked + 1] - moments[asked]:
+            return
+        job = self._registry.job(job_id)
+        missing = self._missing(job)
+        if missing is None:
             del self._holes[job_id]
-            missing = self._registry.missing_numbers(self._registry.job(job_id))
-            if missing is not None:
-                self._registry.note(job_id, "seq_gap", "daemon", "number %d and maybe more never arrived" % missing,
-                                    {"from_seq": missing})
+        elif asked < len(RESEND_AT_S):
+            self._holes[job_id] = (missing, asked + 1, now)
+            if job.remote_keys:
+                connection.post(*control_message(job, "resend", utc_now(), {"from_seq": missing}))
+        else:
+            self._registry.note(job_id, "seq_gap", "daemon", "number %d and maybe more never arrived" % missing,
+                                {"from_seq": missing})
+            self._whole[job_id] = (job.attempt_id, max(job.last_seq, self._up_to(self._told, job)))    # said once
+            del self._holes[job_id]
 
 
 _Limit = namedtuple("_Limit", "left_s request why")
@@ -4746,6 +4907,7 @@ class Daemon:
         self._version = -1
         self._cursor: Optional[int] = None     # key of the last line of the log that was looked at
         self._dirty = True
+        self._debts: List[str] = []            # job ids taken up, when there may be more than these
         self._touch_at = self._takeover_at = 0.0
         self._turned = self._worked = time.monotonic()
         self._described = ""
@@ -4862,17 +5024,9 @@ class Daemon:
                 self._dirty = True
             if now >= self._takeover_at:
                 self._takeover_at = now + TAKEOVER_S
-                for job in list(self._clock.jobs.values()):
-                    if needs_supervisor(job):
-                        ensure_supervisor(self._registry, self._settings, job.job_id)
-                for job_id, _, run in self._registry.ended_attempts_at_work():
-                    if is_left_behind(run):
-                        spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
-                                   supervisor_log(self._registry))
-                self._registry.forget_unanswered(utc_before(ANSWER_WAIT_S))
-                self._enqueue(self._registry.jobs_by_id(self._registry.jobs_owing(1000)))
-                for line in self._lines.values():
-                    line.fence()
+                self._take_over()
+            elif self._debts and all(line.is_idle() for line in self._lines.values()):
+                self._take_up_debts()
             self._describe()
         except MamError as error:
             if error.exit != Exit.NOT_RECORDED or error.code == "registry_gone":
@@ -4883,13 +5037,37 @@ class Daemon:
             self._dirty = True
         return False
 
+    def _take_over(self) -> None:
+        """See to what others have left behind: jobs, commands, debts, connections."""
+        for job in list(self._clock.jobs.values()):
+            if needs_supervisor(job):
+                ensure_supervisor(self._registry, self._settings, job.job_id)
+        for job_id, _, run in self._registry.ended_attempts_at_work():
+            if is_left_behind(run):
+                spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
+                           supervisor_log(self._registry))
+        self._debts = []
+        self._take_up_debts()
+        for line in self._lines.values():
+            line.fence()
+
+    def _take_up_debts(self) -> None:
+        """Have sent what is owed without a new line in the log; no further if the same debts are still there."""
+        found = self._registry.jobs_owing(DEBT_COUNT)
+        before, self._debts = self._debts, found if len(found) == DEBT_COUNT else []
+        if found == before:
+            self._debts = []
+        else:
+            self._enqueue(self._registry.jobs_by_id(found))
+
     def _look(self, now: float) -> None:
         """Read what was committed since: jobs with new lines, the beats, the remote jobs."""
         changed: List[str] = []
         if self._cursor is None:
             cursor = self._registry.last_key()
             jobs = self._registry.open_jobs()
-            jobs += self._registry.jobs_by_id(self._registry.jobs_owing(1000))
+            jobs += self._registry.jobs_owing_each_broker()   # for its line, which takes up the rest
+            jobs += [job for job in self._registry.heard_jobs() if job.status in TERMINAL_STATUSES]
             self._registry.mark_subscribed(None, None)        # by the daemon before
             for address in self._registry.sender_addresses():
                 self._line_to(address)
@@ -4925,7 +5103,7 @@ class Daemon:
     def _wait(self) -> None:
         """Until a wake, something on a connection, the next thing due, or a quarter of a second."""
         import select
-        if self._dirty:
+        if self._dirty or any(line.connection and line.connection.has_more() for line in self._lines.values()):
             return
         readers: List[Any] = [self._wake_fd]
         writers: List[Any] = []
@@ -4935,7 +5113,8 @@ class Daemon:
                 readers.append(socket)
                 if line.connection.wants_write():
                     writers.append(socket)
-        timeout = min(LOOK_S, max(0.0, self._clock.next_due() - time.monotonic()))
+        due = min([self._clock.next_due(), *[line.inbox.due() for line in self._lines.values()]])
+        timeout = min(LOOK_S, max(0.0, due - time.monotonic()))
         try:
             ready, _, _ = select.select(readers, writers, [], timeout)
         except (OSError, ValueError):
@@ -4968,7 +5147,8 @@ class Daemon:
     def _time_to_leave(self, now: float) -> bool:
         if self._is_runner:
             return self._guest.done()
-        if self._registry.has_work(self._can_send(), compact_json(self._me)):
+        if self._registry.has_work(self._can_send(), compact_json(self._me)) \
+                or any(line.inbox.is_asking() for line in self._lines.values()):
             self._worked = now
         return now - self._worked > IDLE_LEAVE_S
 

@@ -144,10 +144,11 @@ data = {"dispatch_token": mam.random_hex(32), "attempt_id": 1, "custom_metric": 
 raws = [mam.sign(mam.event_payload("918b0612", seq, "progress", mam.utc_now(), "section %d of the report is done" % seq,
                                    data), key) for seq in range(1, 2001)]
 topic, prefix = "python/mqtt/jobs/918b0612/events", "python/mqtt/jobs/918b0612"
+keys = {1: (data["dispatch_token"], key)}
 for _ in range(int(sys.argv[2])):
     start = time.process_time()
     for raw in raws:
-        mam.open_envelope(topic, raw, prefix, "events", key)
+        mam.accept_message(topic, raw, prefix, "events", keys)
     middle = time.process_time()
     for raw in raws:
         json.loads(raw.decode("utf-8"))

@@ -1146,6 +1146,12 @@ class Far:
         return self.signed(seq, "state", status, status=status, phase=None, last_event=last_event)
 
 
+def opened(far: Far, raw: bytes) -> Any:
+    """A message as the inbox hands it on to the registry."""
+    return far.post.module.accept_message(topics(far.job)[0], raw, topics(far.job)[0].rpartition("/")[0], "events",
+                                          far.keys)
+
+
 @pytest.fixture
 def far(post: Post, mam: Mam, broker: Broker) -> Far:
     mam.env = broker.env()
@@ -1263,8 +1269,168 @@ def test_a_hole_that_nobody_fills_is_written_down(far: Far, post: Post, broker: 
     far.send(sender, 1, "started")
     far.send(sender, 4)
     poll(lambda: "seq_gap" in post.notes(far.job), UP_S, "a seq_gap in the log")
-    assert len([m for m in sender.all if b'"resend"' in m.payload]) == 3
+    assert len(resends(sender)) == 3
     assert post.numbers(far.job) == [1, 4] and post.job(far.job).status == "running"
+    far.send(sender, 5)
+    poll(lambda: post.numbers(far.job) == [1, 4, 5], UP_S, "the next event")
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 1.5, 5, "longer than the asking takes")
+    assert post.notes(far.job).count("seq_gap") == 1 and len(resends(sender)) == 3, "the same gap a second time"
+
+
+def resends(sender: Observer) -> List[int]:
+    """From which numbers on events were asked for, in order."""
+    return [m.json()["data"]["from_seq"] for m in sender.all if b'"resend"' in m.payload]
+
+
+def test_a_hole_waits_while_nobody_can_answer_and_is_asked_for_anew(post: Post, mam: Mam, broker: Broker, proxy: Any,
+                                                                    observe: Callable[..., Observer]) -> None:
+    """Lost: an event that its owner still has, given up because the link was down while it was waited for."""
+    way = proxy(broker)
+    mam.env = way.env(broker)
+    far = Far(post, unique("hole"))
+    post.run(HASTE + "mam.RESEND_AT_S = (0.0, 0.3, 0.6)\nmam.HOLE_GIVEN_UP_S = 5.0\n")
+    far.wait_subscribed()
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    far.send(sender, 1, "started")
+    far.send(sender, 3)
+    sender.wait_for(lambda m: b'"resend"' in m.payload, 10, "a resend")
+    way.refuse()
+    way.drop()
+    poll(lambda: post.line()["state"] != "up", UP_S, "the connection is lost")
+    begun = time.monotonic()
+    poll(lambda: time.monotonic() - begun > 6, 10, "longer than a hole is waited for")
+    sender.clear()
+    way.accept()
+    poll(lambda: resends(sender)[:3] == [2, 2, 2], UP_S, lambda: f"asked for anew: {post.describe()}")
+    far.send(sender, 2)
+    poll(lambda: post.numbers(far.job) == [1, 2, 3], UP_S, "filled")
+    assert "seq_gap" not in post.notes(far.job)
+
+
+def test_a_new_daemon_asks_for_the_hole_that_the_old_one_left(far: Far, post: Post, broker: Broker,
+                                                              observe: Callable[..., Observer]) -> None:
+    """Lost: an event that was asked for by a daemon that was killed before the answer."""
+    run = post.run()
+    far.wait_subscribed()
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    far.send(sender, 1, "started")
+    far.send(sender, 3)
+    poll(lambda: post.numbers(far.job) == [1, 3], UP_S, "stored")
+    run.kill()
+    sender.clear()
+    post.run()
+    sender.wait_for(lambda m: b'"resend"' in m.payload, 10, "a resend")
+    assert resends(sender)[0] == 2
+
+
+def test_the_hole_before_an_end_can_still_be_filled(far: Far, post: Post, broker: Broker,
+                                                    observe: Callable[..., Observer]) -> None:
+    """Lost: what a worker said just before its end, because nobody listens to a job that has ended."""
+    post.run()
+    far.wait_subscribed()
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    far.send(sender, 1, "started")
+    far.send(sender, 3, "completed")
+    sender.wait_for(lambda m: b'"resend"' in m.payload, 10, "a resend")
+    assert post.wait_status(far.job, "completed").last_seq == 3
+    post.add("other")                        # a commit of somebody else, at which the daemon looks at its subscriptions
+    post.wait_look(5)
+    far.send(sender, 2)
+    poll(lambda: post.numbers(far.job) == [1, 2, 3], UP_S, lambda: f"filled: {post.describe()}")
+    post.wait_gone()
+
+
+@pytest.mark.parametrize("heard", [0, 1])
+def test_events_before_a_state_ahead_of_them_are_asked_for(post: Post, mam: Mam, broker: Broker, proxy: Any,
+                                                           observe: Callable[..., Observer], heard: int) -> None:
+    """Lost: everything a worker said while our connection was down, until it says something more."""
+    way = proxy(broker)
+    mam.env = way.env(broker)
+    far = Far(post, unique("ahead"))
+    post.run(HASTE + "mam.HOLE_WAIT_S = 0.3\n")
+    far.wait_subscribed()
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    if heard:
+        far.send(sender, 1, "started")
+        post.wait_status(far.job, "running")
+    way.refuse()
+    way.drop()
+    poll(lambda: post.line()["state"] != "up", UP_S, "the connection is lost")
+    sender.publish(topics(far.job)[1], far.state(3, "running", "progress"), retain=True)
+    way.accept()
+    sender.wait_for(lambda m: b'"resend"' in m.payload, UP_S, "a resend")
+    assert resends(sender) == [heard + 1]
+    for number in range(heard + 1, 4):
+        far.send(sender, number, "progress" if number > 1 else "started")
+    poll(lambda: post.numbers(far.job) == [1, 2, 3], UP_S, "filled")
+    assert post.job(far.job).status == "running"
+
+
+def test_a_state_ahead_whose_events_nobody_has_is_a_gap(far: Far, post: Post, broker: Broker,
+                                                        observe: Callable[..., Observer]) -> None:
+    """Lost: knowing that something is missing, when only the state tells of it."""
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    sender.publish(topics(far.job)[1], far.state(2, "running", "progress"), retain=True)
+    post.run("mam.RESEND_AT_S = (0.0, 0.2, 0.4)\nmam.HOLE_GIVEN_UP_S = 1.0\nmam.HOLE_WAIT_S = 0.3\n")
+    poll(lambda: "seq_gap" in post.notes(far.job), UP_S, lambda: f"a seq_gap in the log: {post.describe()}")
+    assert resends(sender) == [1, 1, 1] and post.job(far.job).status == "pending"
+
+
+@pytest.mark.parametrize("order", ["event", "state", "event, state", "state, event"])
+def test_a_cancel_on_the_runners_side_is_one_here_however_it_is_learnt(far: Far, post: Post, broker: Broker,
+                                                                       observe: Callable[..., Observer],
+                                                                       order: str) -> None:
+    """Lost: agreement on how a job ended, or its end: open for ever because the cancelling event went missing."""
+    post.run("mam.HOLE_WAIT_S = 0.3\n")
+    far.wait_subscribed()
+    sender = observe(broker, None)
+    far.send(sender, 1, "started")
+    for word in order.split(", "):
+        if word == "event":
+            far.send(sender, 2, "error", data={"reason": "cancelled", "status": "cancelled"})
+        else:
+            state = far.signed(2, "state", "Job closed", status="cancelled", phase=None, last_event="error",
+                               data={"reason": "cancelled"})
+            sender.publish(topics(far.job)[1], state, retain=True)
+        job = post.wait_status(far.job, "cancelled")
+    assert (job.reason, job.outcome, job.last_seq, bool(job.finished_at)) == ("cancelled", "cancelled", 2, True)
+    if order.endswith("event"):
+        poll(lambda: not post.daemons() or post.rows("SELECT source FROM events WHERE job_id = ? AND seq = 2", far.job)
+             == [("remote",)], UP_S, "the real event")
+    assert not {"conflict", "late", "refused"} & set(post.notes(far.job))
+
+
+def test_a_state_that_is_being_checked_ends_nothing(far: Far, post: Post, broker: Broker,
+                                                    observe: Callable[..., Observer]) -> None:
+    """Lost: the verdict on a job, taken for granted because its worker is done."""
+    sender = observe(broker, f"python/mqtt/jobs/{far.job}/control")
+    sender.publish(topics(far.job)[1], far.signed(2, "state", "done", status="running", phase="validating",
+                                                  last_event="completed"), retain=True)
+    post.run("mam.HOLE_WAIT_S = 0.3\n")
+    far.wait_subscribed()
+    far.send(sender, 1, "started")
+    sender.wait_for(lambda m: b'"resend"' in m.payload and m.json()["data"]["from_seq"] == 2, UP_S, "a resend")
+    job = post.job(far.job)
+    assert (job.status, job.phase, job.outcome, job.last_seq) == ("running", None, None, 1)
+    assert post.numbers(far.job) == [1]
+
+
+def test_a_flood_is_taken_in_whole_and_acknowledged(far: Far, post: Post, broker: Broker,
+                                                    observe: Callable[..., Observer]) -> None:
+    """Lost: events behind the first thousand, for which a broker waits until those are acknowledged."""
+    post.run()
+    far.wait_subscribed()
+    sender = observe(broker, None)
+    count = 1300
+    for number in range(1, count + 1):
+        large = {"feedback": "x" * 200000} if number % 500 == 0 else None        # more than is read at once
+        raw = far.signed(number, "progress" if number > 1 else "started", data=large)
+        sender.publish(topics(far.job)[0], raw, wait=False)
+    poll(lambda: post.job(far.job).last_seq == count, 60, lambda: f"all of them: {post.describe()}")
+    assert post.numbers(far.job) == list(range(1, count + 1))
+    assert post.info()["drops"] == {} and post.line()["connects"] == 1
+    assert post.job(far.job).transition_seq == count
 
 
 def test_conflicts_replays_and_old_attempts_change_nothing(far: Far, post: Post, broker: Broker,
@@ -1394,7 +1560,7 @@ def test_any_order_and_repetition_of_a_stream_gives_the_same_result(post: Post, 
     far = Far(post, unique("stream"))
     length = data.draw(st.integers(2, 7))
     events = ["started"] + ["progress"] * (length - 2) + [data.draw(st.sampled_from(["completed", "error"]))]
-    whole = [json.loads(far.signed(number, event)) for number, event in enumerate(events, 1)]
+    whole = [opened(far, far.signed(number, event)) for number, event in enumerate(events, 1)]
     order = data.draw(st.permutations(list(range(length)) * 2))
     with post.registry() as registry:
         at = 0
@@ -1408,6 +1574,36 @@ def test_any_order_and_repetition_of_a_stream_gives_the_same_result(post: Post, 
     assert (job.status, job.last_seq, job.outcome) == (events[-1], length, events[-1])
     assert (job.last_event, job.detail) == (events[-1], f"{events[-1]} {length}")
     assert not {"conflict", "late"} & set(post.notes(far.job))
+
+
+def test_debts_without_news_are_taken_up_one_lot_after_the_other(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: minutes, when a broker is to get the states of many thousand jobs again."""
+    mam.env = mosquitto.env()
+    names = [unique("debt") for _ in range(45)]
+    post.add(*names)
+    for name in names:
+        post.say(name, "started")
+    post.run("mam.DEBT_COUNT = 10\nmam.TAKEOVER_S = 6.0\n")
+    post.wait_sent()
+    with post.registry() as registry, registry.write():
+        registry._execute("UPDATE jobs SET state_rev = state_rev + 1")
+    poll(lambda: post.owed() < 45, UP_S, "the first lot")
+    begun = time.monotonic()
+    post.wait_sent()
+    assert time.monotonic() - begun < 6, "each lot waited for the next look"
+
+
+def test_ended_jobs_that_owe_bring_a_line_to_each_broker(post: Post, mam: Mam, mosquitto: Broker) -> None:
+    """Lost: news for a second broker, behind a thousand jobs that owe theirs to one that is down."""
+    env = mosquitto.env()
+    many, one = [f"a{number}" for number in range(12)], unique("z")
+    post.add(*many, wire="127.0.0.1:1")
+    post.add(one, wire=f"{env['MQTT_BROKER']}:{env['MQTT_PORT']}")
+    for name in [*many, one]:
+        post.say(name, "started")
+        post.say(name, "completed")
+    post.run("mam.DEBT_COUNT = 10\n", **env)
+    post.wait_sent(one)
 
 
 # ---- its life --------------------------------------------------------------------------------------------------

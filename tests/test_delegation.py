@@ -835,16 +835,17 @@ def test_the_same_job_is_seen_by_any_client_of_a_broker(mam: Mam, broker: Any,
     seen = observe(broker, prefix + "/#")
     delegate(mam, "$MAM_PUBLISH_CMD --event progress --detail half; echo done", "--validate", "true",
              "--job-id", job_id, check=0)
-    key = mam("get", job_id, "--show-secrets", check=0).json()["auth_token"]
+    record = mam("get", job_id, "--show-secrets", check=0).json()
+    keys = {1: (record["dispatch_token"], record["auth_token"])}
     seen.wait_for(lambda m: m.topic.endswith("/state") and m.json()["status"] == "completed", 20, "the last state")
-    events = [core.open_envelope(m.topic, m.payload, prefix, "events", key) for m in seen.messages("events")]
+    events = [core.accept_message(m.topic, m.payload, prefix, "events", keys)[0] for m in seen.messages("events")]
     by_seq = {event["seq"]: (event["event"], event["data"].get("settles")) for event in events}
     assert by_seq == {1: ("started", None), 2: ("progress", None), 3: ("completed", False), 4: ("completed", None)}
     first_seen = list(dict.fromkeys(event["seq"] for event in events))
     assert first_seen == [1, 2, 3, 4]
     last = core.parse_json(retained(broker, prefix + "/events") or b"")
     assert (last["seq"], last["event"]) == (4, "completed")
-    state = core.open_envelope(prefix + "/state", retained(broker, prefix + "/state"), prefix, "state", key)
+    state = core.accept_message(prefix + "/state", retained(broker, prefix + "/state"), prefix, "state", keys)[0]
     assert (state["seq"], state["status"], state["phase"]) == (4, "completed", None)
 
 

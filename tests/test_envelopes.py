@@ -35,7 +35,7 @@ def payload_of(seq: int = 2, event: str = "progress", detail: str = "section 1 d
 
 
 def opened(raw: bytes, topic: str = TOPIC, kind: str = "events", key: str = KEY) -> Payload:
-    return program.open_envelope(topic, raw, PREFIX, kind, key)
+    return program.accept_message(topic, raw, PREFIX, kind, {1: (TOKEN, key), 2: (TOKEN, key)})[0]
 
 
 def reason_of(raw: bytes, **options: Any) -> str:
@@ -154,7 +154,8 @@ def test_no_changed_field_goes_unnoticed(change: Callable[[Payload], Any]) -> No
     payload = json.loads(program.sign(payload_of(detail="\u00e9", n=42, deep={"k": [1, 2, 3]}), KEY))
     assert opened(json.dumps(payload).encode()) == payload
     change(payload)
-    assert reason_of(json.dumps(payload).encode()) == "signature"
+    expected = "attempt" if payload["data"]["attempt_id"] is True else "signature"     # True picks no key
+    assert reason_of(json.dumps(payload).encode()) == expected
 
 
 def test_moving_a_field_into_data_goes_unnoticed_by_nobody() -> None:
@@ -285,7 +286,7 @@ def test_a_message_counts_on_its_own_topic_only(topic: str, kind: str) -> None:
 def test_a_job_whose_id_ends_like_another_is_another() -> None:
     raw = changed(job_id="8b0612")
     with pytest.raises(program.Rejected) as refusal:
-        program.open_envelope(TOPIC, raw, PREFIX, "events", KEY)
+        program.accept_message(TOPIC, raw, PREFIX, "events", {1: (TOKEN, KEY)})
     assert refusal.value.reason == "topic"
 
 
@@ -330,7 +331,8 @@ def test_the_checks_come_in_their_order(first: int) -> None:
 
 # ---- nothing but a rejection ---------------------------------------------------------------------------------------
 
-REASONS = ("size", "json", "shape", "schema_version", "topic", "vocabulary", "signature", "seq")
+REASONS = ("size", "json", "shape", "schema_version", "topic", "vocabulary", "attempt", "signature", "token", "intent",
+           "seq")
 
 
 def opens_or_rejects(raw: bytes) -> None:

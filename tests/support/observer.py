@@ -154,12 +154,13 @@ class Observer:
         with self._changed:
             self._messages.clear()
 
-    def publish(self, topic: str, payload: Any = b"", retain: bool = False, qos: int = 1) -> None:
+    def publish(self, topic: str, payload: Any = b"", retain: bool = False, qos: int = 1, wait: bool = True) -> None:
         """Publish and wait for the acknowledgement. `payload`: bytes, text, or something to be written as JSON."""
         if not isinstance(payload, (bytes, str)):
             payload = json.dumps(payload)
         info = self._client.publish(topic, payload, qos=qos, retain=retain)
-        poll(info.is_published, ANSWER_S, f"PUBACK for {topic}")
+        if wait:
+            poll(info.is_published, ANSWER_S, f"PUBACK for {topic}")
 
     def close(self) -> None:
         self._leave()
