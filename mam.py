@@ -2472,6 +2472,11 @@ class Registry:
                               (STALE, job_id, attempt))
                 self._log(self.job(job_id), "answered", "remote", "the runner has ended the attempt", {}, attempt)
 
+    def count_unanswered(self) -> int:
+        """How many attempts that were ended here have not been answered by their runner."""
+        return int(self._execute("SELECT count(*) FROM attempts WHERE (dispatch_mail OR control_mail) "
+                                 "AND control_mail IN (1, 2)")[0][0])
+
     def runner_loads(self) -> Dict[str, int]:
         """How many open attempts each runner has been given."""
         return dict(self._execute(
@@ -4264,12 +4269,15 @@ class Dispatcher:
         self._keys: Dict[str, str] = {}                       # session: key of its presence
         self._seen: Dict[Tuple[str, str], _Seen] = {}         # by (session, runner)
         self._read_backs: Dict[str, _ReadBack] = {}           # by topic
+        self._confirmed: set = set()                          # those that were read, not yet noted
         self._sent: Dict[str, float] = {}                     # job id: when its dispatch was acknowledged
         self.changed = False                                  # something was committed: the jobs are to be read anew
 
     def connected(self) -> None:
         self._filters.clear()
         self._read_backs.clear()
+        self._confirmed.clear()
+        self._sent.clear()
         self._seen = {key: _Seen(seen.presence, None) for key, seen in self._seen.items()}
 
     def watch(self, jobs: Sequence[Job]) -> None:
@@ -4328,11 +4336,8 @@ class Dispatcher:
         rest = []
         for topic, raw, retained in received:
             if topic in self._read_backs:
-                read_back = self._read_backs[topic]
-                if raw == read_back.payload:
-                    self._read(topic)
-                    self._registry.move_delivery(read_back.job_id, read_back.attempt_id, "sending", "sent")
-                    self.changed = True
+                if raw == self._read_backs[topic].payload:
+                    self._confirmed.add(topic)
             elif topic.rpartition("/")[0] + "/+" in self._filters:
                 self._meet(topic, raw, retained)
             else:
@@ -4341,6 +4346,7 @@ class Dispatcher:
 
     def _read(self, topic: str) -> None:
         del self._read_backs[topic]
+        self._confirmed.discard(topic)
         if self._line.connection:
             self._line.connection.unsubscribe([topic])
 
@@ -4352,6 +4358,10 @@ class Dispatcher:
             if raw:
                 self._line.inbox.drop(topic, error)
             return
+        skew_s = time.time() - parse_utc(presence.timestamp)
+        if not retained and abs(skew_s) > CLOCK_SKEW_S:
+            log("runner %s on %s seems not to live: its clock differs from ours by %s" % (
+                presence.runner, presence.host, format_duration(abs(skew_s))))
         key = (session, presence.runner)
         seen = heard_anew(self._seen.get(key), presence, retained, time.monotonic())
         if seen:
@@ -4368,7 +4378,11 @@ class Dispatcher:
             if not since and connection.granted(mid):
                 self._filters[name] = (mid, now)
         for topic, read_back in list(self._read_backs.items()):
-            if now >= read_back.until:
+            if topic in self._confirmed:
+                self._registry.move_delivery(read_back.job_id, read_back.attempt_id, "sending", "sent")
+                self.changed = True
+                self._read(topic)
+            elif now >= read_back.until:
                 self._read(topic)
                 self.give_up(read_back.job_id, "the broker has acknowledged the dispatch and not kept it: may this "
                                                "user publish and read %s?" % topic)
@@ -5418,7 +5432,8 @@ class RemoteEar:
         if line.get("final") or line.get("failures", 0) >= 3 or now > self._give_up:
             why = line.get("why") or "no daemon is connected to " + wire
             raise MamError("job %s cannot be heard: %s" % (job_id, why), exit=Exit.BROKER, code="broker",
-                           hint="mam daemon status")
+                           hint="it waits for the broker: `mam watch %s` follows it, `mam cancel %s` ends it" % (
+                               job_id, job_id))
 
 
 def follow(follower: Follower, emit: Callable[[List[Event]], None], enough: Callable[[], bool],
@@ -6088,6 +6103,7 @@ class Runner(Guest):
         self._serving_since: Optional[float] = None  # None: another serves, or that is not known yet
         self._waits_for = ""                         # said once
         self._cancelled: Dict[Tuple[str, int], Dict[str, Any]] = {}     # heard before their dispatch
+        self._received: List[Tuple[str, bytes, bool]] = []              # and not worked off
         self._resent_at: Dict[str, float] = {}
         self._drops: Dict[str, int] = {}
         self._took = self._committed = False
@@ -6157,11 +6173,13 @@ class Runner(Guest):
 
     def may_send(self) -> bool:
         """Not before what was taken back meanwhile has come: an end that was overruled must not be retained again."""
-        return self._serving_since is None or self._orders_since > 0.0
+        since = self._orders_since
+        return self._serving_since is None or since > 0.0 and time.monotonic() - since > LOOK_S
 
     def _serve(self) -> None:
         """Listen for orders: control before dispatch, for a broker sends what it retains in this order."""
         if self._connection:
+            self._orders_since = 0.0
             self._orders_mid = self._connection.subscribe([control_topic(self._root + "/+"),
                                                            dispatch_topic(self._root + "/+")])
             self._say_presence(time.monotonic())
@@ -6219,24 +6237,31 @@ class Runner(Guest):
     # -- orders ------------------------------------------------------------------------------------
 
     def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
-        """Presences of others, control, dispatches; what is none of these is not ours."""
+        """Keep presences of others, control and dispatches until they are worked off: the broker has its
+        acknowledgement already. What is none of these is not ours."""
         rest = []
         for topic, raw, retained in received:
+            orders = topic.startswith(self._root + "/") and topic.endswith(("/control", "/dispatch"))
+            if not orders and not topic.startswith(self._root + "-runners/"):
+                rest.append((topic, raw, retained))
+            elif raw:
+                self._received.append((topic, raw, retained))
+        return rest
+
+    def _work_off(self, now: float) -> None:
+        """Do what was received, each only gone when it is done: on a full disk it waits for the next turn."""
+        while self._received:
+            topic, raw, retained = self._received[0]
             kind = topic.rpartition("/")[2]
-            ours = topic.startswith(self._root + "/") and kind in ("control", "dispatch")
             try:
-                if not raw:
-                    continue
                 if topic.startswith(self._root + "-runners/"):
-                    self._meet(topic, raw, retained, time.monotonic())
-                elif not ours:
-                    rest.append((topic, raw, retained))
+                    self._meet(topic, raw, retained, now)
                 else:
                     payload = accept_order(topic, raw, kind, self._options.session, self._keys)
                     (self._control if kind == "control" else self._dispatch)(payload)
             except Rejected as error:
                 self._refused(topic, error)
-        return rest
+            del self._received[0]
 
     def _refused(self, topic: str, error: Rejected) -> None:
         if error.reason != "other_session":
@@ -6330,6 +6355,7 @@ class Runner(Guest):
     def turn(self, now: float) -> bool:
         """Begin to serve, say that we are there, start what waits. True if anything was committed."""
         connection = self._connection
+        self._work_off(now)
         if self._serving_since is None:
             self._begin(now)
         elif connection and not self._orders_since and connection.granted(self._orders_mid) is not None:
@@ -6809,7 +6835,7 @@ def daemon_word(info: DaemonInfo) -> str:
     return "daemon " + ("STUCK" if not info.turning else "not connected" if down else "up")
 
 
-def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[str]:
+def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], unanswered: int, older: bool) -> List[str]:
     """`mam daemon status`."""
     if not info.alive:
         return ["no daemon runs" + ("; %d events are owed" % owed[0] if owed[0] else "")]
@@ -6821,6 +6847,10 @@ def daemon_lines(info: DaemonInfo, owed: Tuple[int, int], older: bool) -> List[s
         lines.append("broker %s: %s%s%s" % (address, line["state"], ", " + line["why"] if line["why"] else "", refused))
     lines.append("%d events and %d states owed, %d beats armed, %d remote jobs subscribed" % (
         owed[0], owed[1], info.armed, info.subscribed))
+    if unanswered:
+        lines.append("%d runners have not answered yet that their work is over" % unanswered)
+    if info.runner:
+        lines.append("runner %(id)s of remote:%(session)s, %(state)s, busy %(busy)d of %(slots)d" % info.runner)
     if info.drops:
         lines.append("dropped: " + ", ".join("%s %d" % pair for pair in sorted(info.drops.items())))
     return lines
@@ -7868,12 +7898,12 @@ def cmd_daemon(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         if args.action == "stop":
             return _stop_daemon(registry)
-        info, owed = daemon_info(registry), registry.count_owed()
+        info, owed, unanswered = daemon_info(registry), registry.count_owed(), registry.count_unanswered()
         if args.json:
-            _dump({**info._asdict(), "owed_events": owed[0], "owed_states": owed[1],
+            _dump({**info._asdict(), "owed_events": owed[0], "owed_states": owed[1], "unanswered": unanswered,
                    "older_build": info.alive and info.build != build_id()})
         else:
-            for line in daemon_lines(info, owed, info.alive and info.build != build_id()):
+            for line in daemon_lines(info, owed, unanswered, info.alive and info.build != build_id()):
                 _out(line)
         return Exit.OK if info.alive else Exit.FAILED
 
@@ -7884,6 +7914,9 @@ def _stop_daemon(registry: Registry) -> int:
     if not info.alive:
         _say("no daemon runs")
         return Exit.OK
+    if info.runner:
+        raise MamError("the daemon here is the runner of remote:%s" % info.runner["session"], exit=Exit.REFUSED,
+                       code="runner_runs", hint="end its process, %d" % info.process["pid"])
     ask_to_leave(registry, info)
     with FileLock(lock_path(registry)) as lock:
         if not lock.acquire(5.0):

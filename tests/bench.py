@@ -134,6 +134,37 @@ client.connect("127.0.0.1", int(os.environ["MQTT_PORT"]))
 client.loop_forever()
 """
 
+# A bare paho request and its reply, with QoS 1, between two processes that are connected: the second answers the
+# first, which prints what each round took in seconds.
+BARE_REPLIER = """
+import os, sys
+import paho.mqtt.client as mqtt
+client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
+client.on_connect = lambda *_: client.subscribe("bench/request", qos=1)
+client.on_subscribe = lambda *_: print("ready", flush=True)
+client.on_message = lambda client, userdata, message: client.publish("bench/reply", message.payload, qos=1)
+client.connect("127.0.0.1", int(os.environ["MQTT_PORT"]))
+client.loop_forever()
+"""
+BARE_REQUESTER = """
+import os, sys, time
+import paho.mqtt.client as mqtt
+took = []
+def ask():
+    took.append(time.perf_counter())
+    client.publish("bench/request", b"x" * 1000, qos=1)
+def replied(client, userdata, message):
+    took[-1] = time.perf_counter() - took[-1]
+    ask() if len(took) < int(sys.argv[1]) else client.disconnect()
+client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
+client.on_connect = lambda *_: client.subscribe("bench/reply", qos=1)
+client.on_subscribe = lambda *_: ask()
+client.on_message = replied
+client.connect("127.0.0.1", int(os.environ["MQTT_PORT"]))
+client.loop_forever()
+print(*took)
+"""
+
 # In processor seconds, so that a busy machine changes nothing; beside it what json and hmac alone take.
 VERIFIER = """
 import hmac, json, sys, time
@@ -689,6 +720,55 @@ def inbox(bench: Bench, module: Path, servers: Sequence[Broker], events: int, ro
                    (f"bare paho, {server.kind}", bare), 0.6, max(peaks))
 
 
+def remote(bench: Bench, servers: Sequence[Broker], jobs: int, seconds: float) -> None:
+    """A job for a runner on the other side of a broker, from its dispatch to its `started` in the registry of the
+    host that delegates; beside a bare paho request and reply, and one start of the interpreter. Then what a runner
+    costs that has nothing to do."""
+    start_ms = bench.compare(Case("python", lambda: [PYTHON, "-c", "pass"], {}))["python"].ms
+    for server in servers:
+        registry, far = bench.folder / f"orders-{server.kind}", bench.folder / f"runner-{server.kind}"
+        env = {**server.env(), "MAM_INSECURE_BROKER": "1", "MAM_DISPATCH_SECRET": "bench" * 8,
+               "MAM_REGISTRY_DIR": str(registry)}
+        with open(bench.folder / "runner.out", "wb") as out:
+            runner = subprocess.Popen(
+                bench.mam("remote", "run", "--session", "bench", "--exec", "true", "--parallel", "4"), stdout=out,
+                stderr=out, stdin=subprocess.DEVNULL, cwd=str(bench.workspace),
+                env={**bench.base, **env, "MAM_REGISTRY_DIR": str(far)})
+        wait_until(lambda: "serves" in (bench.folder / "runner.out").read_text("utf-8", "replace"))
+        replier = subprocess.Popen([PYTHON, "-c", BARE_REPLIER], env={**bench.base, **server.env()},
+                                   stdout=subprocess.PIPE, encoding="utf-8")
+        assert replier.stdout is not None and replier.stdout.readline() == "ready\n"
+        bench.keep_daemon(registry, env)
+        bare: List[float] = []
+        taken: List[float] = []
+        for number in range(jobs):
+            bare += map(float, bench.script(BARE_REQUESTER, 20, env=server.env()).split())
+            bench.call("delegate", "--agent-session", "remote:bench", "--prompt", "nothing", "--job-id", f"o{number}",
+                       "--detach", env=env)
+            bench.call("wait", f"o{number}", env=env)
+            log = [json.loads(line) for line in bench.call("logs", f"o{number}", "--json", env=env).splitlines()]
+            at = {line["event"]: float(line["logged_at"][-7:-1]) for line in reversed(log)}
+            taken.append((at["started"] - at["dispatch"]) % 60)
+        replier.kill()
+        rtt_ms, took_ms = statistics.median(bare) * 1000, statistics.median(taken) * 1000
+        bench.add(f"bare paho request and reply, {server.kind}", f"{rtt_ms:.1f} ms")
+        bench.add(f"dispatch to started, {server.kind}", f"{took_ms:.1f} ms",
+                  f"{took_ms / (3 * rtt_ms + start_ms):.2f} x (3 requests + 1 python)", "<= 1 x",
+                  took_ms <= 3 * rtt_ms + start_ms)
+        wait_until(lambda: not Look(far / "runner-bench").one("SELECT 1 FROM jobs WHERE finished_at IS NULL"))
+        time.sleep(2)                           # the last job's traffic is over
+        spent, began = processor_s(runner.pid), time.monotonic()
+        time.sleep(seconds)
+        share = 100 * (processor_s(runner.pid) - spent) / (time.monotonic() - began)
+        resident, peak = memory_of(runner.pid, "VmRSS"), memory_of(runner.pid, "VmHWM")
+        bench.add(f"an idle runner, {server.kind}: resident", f"{resident:.1f} MiB", "", "<= 35 MiB", resident <= 35,
+                  f"{peak:.0f} MB")
+        bench.add(f"an idle runner, {server.kind}: of one core, over {seconds:g} s", f"{share:.2f} %", "", "<= 0.5 %",
+                  share <= 0.5)
+        runner.terminate()
+        runner.wait(30)
+
+
 def unpacked(bench: Bench) -> Path:
     """The folder in which `import mam` finds the module of this very pyz."""
     bench.call("--version")
@@ -736,6 +816,9 @@ def main(argv: Sequence[str]) -> int:
         if Path("/proc/self").is_dir():
             # As many beats a second, so that what they cost is comparable.
             armed(bench, module, servers, *((100, 3, 9) if args.quick else (1000, 30, 30)))
+        bench.begin_table("other hosts")
+        if Path("/proc/self").is_dir():
+            remote(bench, servers, *((5, 10) if args.quick else (11, 60)))
         complete = True
     except KeyboardInterrupt:      # what was measured is shown all the same
         pass
