@@ -3,9 +3,9 @@
 #
 # The same mam.py gives the same bytes in every folder, under every umask, file mode, working directory and
 # SOURCE_DATE_EPOCH: shiv packs, then the archive is written anew with fixed names, order, times and modes.
-# Only another zlib may compress to other bytes, and another Python (3.9 or newer; PYTHON chooses it) compiles to
-# others: the archive carries mam's bytecode for the minor version that built it, which halves the first start
-# there; elsewhere the first start compiles.
+# Only another zlib or liblzma may compress to other bytes, and another Python (3.9 or newer; PYTHON chooses it)
+# compiles to others: the archive carries mam's bytecode for the minor version that built it, which halves the first
+# start there; elsewhere the first start compiles.
 #
 # Packages come by hash, once, into .build/; later builds need no network. Builds may run at the same time.
 set -euo pipefail
@@ -22,7 +22,8 @@ die() { echo "build.sh: $*" >&2; exit 1; }
 for file in mam.py LICENSE; do
     [[ -f $here/$file ]] || die "$here/$file is missing"
 done
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' || die "needs Python 3.9 or newer: set PYTHON"
+"$python" -c 'import bz2, lzma, sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null \
+    || die "needs Python 3.9 or newer, with bz2 and lzma: set PYTHON"
 # Nothing of the caller's Python set-up may reach the build.
 unset PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONOPTIMIZE SOURCE_DATE_EPOCH
 
@@ -175,15 +176,17 @@ from importlib.machinery import ModuleSpec
 
 CRCS = @CRCS@
 BYTECODE, BYTECODE_TAG = @BYTECODE@
+UNPACKED = {}
 
 
 def slow_start(cache, damaged):
-    # No home, read-only, someone else's, disk full, no zlib: whatever it is, mam can do without a cache.
+    # No home, read-only, someone else's, disk full: whatever it is, mam can do without a cache.
     try:
         fill(cache, damaged)
         if damaged:
             drop_bytecode(cache)
         elif ready(cache):
+            UNPACKED.clear()  # mam may run for days
             return import_cached(cache)
     except Exception:
         pass
@@ -214,15 +217,15 @@ def fill(cache, everything):
             raise OSError("not ours alone: " + cache + name)
     for name in SIZES:
         if everything or not whole(cache + name, SIZES[name]):
-            write(cache + name, read(name))
+            write(cache + name, unpacked(name))
     # It names the source it was made from by a hash, which Python checks, so it is never stale.
     if sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
         try:
-            from bz2 import decompress
-            data = __loader__.get_data("bytecode.bz2")
-        except (ImportError, OSError):  # a Python built without bz2, an archive without room for it: compile
+            from lzma import decompress
+            columns = decompress(read("bytecode.xz"))
+        except (ImportError, OSError):  # a Python built without lzma, an archive without room for it: compile
             return
-        write(cache + BYTECODE, decompress(data))
+        write(cache + BYTECODE, join_bytecode(unpacked("/bytecode"), columns))
 
 
 def make_folder(path):
@@ -241,13 +244,78 @@ def whole(path, size):
 
 
 # The archive may have been replaced since its directory was read, and zipimport does not look at checksums.
-def read(name):
+def read(member):
     from zlib import crc32
 
-    data = __loader__.get_data(name[1:])
-    if len(data) != SIZES[name] or crc32(data) != CRCS[name]:
-        raise OSError("%s is damaged, or was replaced just now" % name[1:])
+    data = __loader__.get_data(member)
+    if crc32(data) != CRCS[member]:
+        raise OSError("%s is damaged, or was replaced just now" % member)
     return data
+
+
+# All sources are one stream, a fifth smaller than each by itself. A tar, so that people can open it too; there is a
+# header of 512 bytes before each file, and each is padded to a multiple of that.
+def unpacked(name):
+    if not UNPACKED:
+        data = read("site-packages.tar.bz2")
+        try:
+            from bz2 import decompress
+        except ImportError:
+            raise OSError("it needs the module bz2, which this Python (%s) was built without" % sys.executable)
+        data = decompress(data)
+        start = 512
+        for file in SIZES:
+            UNPACKED[file] = data[start:start + SIZES[file]]
+            start += SIZES[file] + -SIZES[file] % 512 + 512
+        UNPACKED["/bytecode"] = data[start:]
+    return UNPACKED[name]
+
+
+# The .pyc, from what split_bytecode in build.sh made of it. Each field of all code objects, inner ones first, is a
+# column; of co_code the opcodes, and the arguments of each opcode. Names and constants are indexes into tables, which
+# are beside the sources, where the same words are.
+def join_bytecode(tables, columns):
+    from marshal import dumps, loads
+    from struct import unpack
+
+    words, constants = loads(tables)
+    words = words.split(" ")
+    header, numbers, texts, indexes, opcodes, arguments = loads(columns)
+    arguments = {opcode: iter(column) for opcode, column in arguments.items()}
+    code = bytearray(2 * len(opcodes))
+    code[::2] = opcodes
+    code[1::2] = map(next, map(arguments.__getitem__, opcodes))
+    texts["co_code"] = texts["co_code"], bytes(code)
+
+    fields = dict(numbers)
+    for name, (sizes, text) in texts.items():
+        fields[name] = slices(sizes, text)
+    for name, (sizes, text) in indexes.items():
+        fields[name] = slices(sizes, unpack("<%dH" % (len(text) // 2), text))
+    blank = compile("", "mam.py", "exec")
+    once = {}.setdefault  # equal ones as one object: dumps then writes one
+    done = []
+    for row in zip(*fields.values()):
+        row = {name: once(value, value) for name, value in zip(fields, row)}
+        for name in ("co_names", "co_varnames", "co_cellvars", "co_freevars", "co_qualname"):
+            value = tuple([words[index] for index in row[name]])
+            row[name] = once(value, value)
+        row["co_name"] = row["co_qualname"][-1]
+        row["co_qualname"] = ".".join(row["co_qualname"])
+        if not hasattr(blank, "co_qualname"):
+            del row["co_qualname"]
+        first = len(done) - row["co_consts"].count(0)  # 0 stands for an inner code object
+        inner = iter(done[first:])
+        row["co_consts"] = tuple([constants[index] if index else next(inner) for index in row["co_consts"]])
+        done[first:] = [blank.replace(**row)]
+    return header + dumps(done[0])
+
+
+def slices(sizes, sequence):
+    end = 0
+    for size in sizes:
+        end += size
+        yield sequence[end - size:end]
 
 
 def write(path, data):
@@ -277,7 +345,7 @@ def drop_bytecode(cache):
 # has been replaced; these sources were all read at the start.
 class FromMemory:
     def __init__(self):
-        self.sources = {name: read(name) for name in SIZES}
+        self.sources = {name: unpacked(name) for name in SIZES}
 
     def find_spec(self, fullname, path=None, target=None):
         stem = "/site-packages/" + fullname.replace(".", "/")
@@ -307,7 +375,7 @@ mkdir -p "$(dirname "$out")"
 fresh=$(mktemp "$(dirname "$out")/.mam.pyz.XXXXXX")
 PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" \
     "$max_bytes" <<'EOF'
-import ast, bz2, hashlib, importlib.util, marshal, posixpath, sys, zipfile, zlib
+import ast, bz2, hashlib, importlib.util, io, lzma, marshal, posixpath, struct, sys, tarfile, types, zipfile, zlib
 
 shiv, main, slow, licence, out, max_bytes = sys.argv[1:]
 
@@ -337,22 +405,86 @@ tree = ast.parse(source, "mam.py")
 for node in ast.walk(tree):
     documented = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, False) is not None
     if documented and not node.name.startswith("cmd_"):
-        node.body[0].value = ast.copy_location(ast.Constant(0), node.body[0].value)
+        node.body[:1] = [] if node.body[1:] else [ast.copy_location(ast.Pass(), node.body[0])]
     if isinstance(node, ast.FunctionDef):
         node.returns = None
     if isinstance(node, ast.arg):
         node.annotation = None
 tag = sys.implementation.cache_tag
 bytecode = "site-packages/__pycache__/mam.%s.pyc" % tag
-members["bytecode.bz2"] = bz2.compress(
-    importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source)
-    + marshal.dumps(compile(tree, "mam.py", "exec", dont_inherit=True)))
+header = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source)
+
+
+def split_bytecode(header, top):
+    """What join_bytecode in slow_start.py takes. With like beside like it compresses to a fifth less."""
+    codes, words, constants = [], {}, {}
+
+    def collect(code):
+        for value in code.co_consts:
+            if isinstance(value, types.CodeType):
+                collect(value)
+        codes.append(code)
+
+    def index(value):       # in the table of constants; 1, 1.0 and True are three of them
+        if isinstance(value, types.CodeType):
+            return 0
+        return constants.setdefault(marshal.dumps(value, 0), (len(constants) + 1, value))[0]
+
+    def indexes(column):
+        flat = [number for row in column for number in row]
+        return [len(row) for row in column], struct.pack("<%dH" % len(flat), *flat)
+
+    def texts(name):
+        column = [getattr(code, name) for code in codes]
+        return [len(text) for text in column], b"".join(column)
+
+    collect(top)
+    numbers = {name: [getattr(code, name) for code in codes] for name in (
+        "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags",
+        "co_firstlineno")}
+    named = {"co_qualname": [getattr(code, "co_qualname", code.co_name).split(".") for code in codes]}
+    for name in ("co_names", "co_varnames", "co_cellvars", "co_freevars"):
+        named[name] = [getattr(code, name) for code in codes]
+    numbered = {name: indexes([[words.setdefault(word, len(words)) for word in row] for row in column])
+                for name, column in named.items()}
+    numbered["co_consts"] = indexes([list(map(index, code.co_consts)) for code in codes])
+    lines = "co_linetable" if hasattr(top, "co_linetable") else "co_lnotab"
+    columns = {name: texts(name) for name in (lines, "co_exceptiontable") if hasattr(top, name)}
+    columns["co_code"], code = texts("co_code")
+    arguments = {}
+    for opcode, argument in zip(code[::2], code[1::2]):
+        arguments.setdefault(opcode, bytearray()).append(argument)
+    arguments = {opcode: bytes(arguments[opcode]) for opcode in sorted(arguments)}
+    # Version 2 of the format: without references to equal objects, which depend on who else holds them.
+    return (marshal.dumps((" ".join(words), (None, *(value for _, value in constants.values()))), 2),
+            marshal.dumps((header, numbers, columns, numbered, code[::2], arguments), 2))
+
+
+def compressed(data):
+    """.xz by the parameters that suit it best: of text the last byte tells much, of numbers their alignment."""
+    return min((lzma.compress(data, check=lzma.CHECK_CRC32, filters=[dict(
+        id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, nice_len=273, lc=lc, lp=lp, pb=pb)])
+        for lc, lp, pb in ((4, 0, 0), (3, 0, 0), (0, 0, 0), (3, 1, 1), (0, 1, 1))), key=len)
+
+
+def packed(files):
+    """A .tar.bz2 that depends on nothing but names and contents."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return bz2.compress(file.getvalue())
+
+
+sources = [(name, members.pop(name)) for name in modules]
+tables, columns = split_bytecode(header, compile(tree, "mam.py", "exec", dont_inherit=True))
 values = {
     "@BYTECODE@": repr(("/" + bytecode, tag)),
     "@BUILD@": build.hexdigest()[:16],
     "@FOLDERS@": repr(tuple(sorted(folders))),
-    "@SIZES@": repr({"/" + name: len(members[name]) for name in modules}),
-    "@CRCS@": repr({"/" + name: zlib.crc32(members[name]) for name in modules}),
+    "@SIZES@": repr({"/" + name: len(data) for name, data in sources}),
 }
 
 
@@ -365,16 +497,16 @@ def launcher(path):
     return source.encode()
 
 
-with open(licence, "rb") as file:
-    members["LICENSE"] = file.read()
-members["slow_start.py"] = launcher(slow)
-# __main__.py is not compressed: a start from the cache then need not load zlib.
-entries = [("__main__.py", launcher(main), zipfile.ZIP_STORED)]
-entries += [(name, members[name], zipfile.ZIP_DEFLATED) for name in sorted(members)]
-
-
-
-def write(entries):
+def write(bytecode):
+    archives = {"site-packages.tar.bz2": packed(sources + [("bytecode", tables)] * bytecode)}
+    if bytecode:
+        archives["bytecode.xz"] = compressed(columns)
+    values["@CRCS@"] = repr({name: zlib.crc32(data) for name, data in archives.items()})
+    # Stored: __main__.py, because a start from the cache then need not load zlib, and what is compressed already.
+    entries = [("__main__.py", launcher(main), zipfile.ZIP_STORED),
+               ("slow_start.py", launcher(slow), zipfile.ZIP_DEFLATED)]
+    entries += [(name, members[name], zipfile.ZIP_DEFLATED) for name in sorted(members)]
+    entries += [(name, data, zipfile.ZIP_STORED) for name, data in archives.items()]
     with open(out, "wb") as file:
         file.write(b"#!/usr/bin/env python3\n")
         with zipfile.ZipFile(file, "w") as archive:
@@ -387,9 +519,18 @@ def write(entries):
         return file.tell()
 
 
-if write(entries) >= int(max_bytes):
+with open(licence, "rb") as file:
+    members["LICENSE"] = file.read()
+del members["site-packages/paho/mqtt/py.typed"]     # for type checkers
+if write(True) >= int(max_bytes):
     sys.stderr.write("build.sh: no room for the bytecode: the first start on a host compiles, and takes longer\n")
-    write([entry for entry in entries if entry[0] != "bytecode.bz2"])
+    write(False)
+# What is split must come back whole.
+names = {}
+exec(launcher(slow), names)
+joined = names["join_bytecode"](tables, columns)
+if split_bytecode(joined[:16], marshal.loads(joined[16:])) != (tables, columns):
+    sys.exit("build.sh: the bytecode does not come back from its columns")
 EOF
 chmod 755 "$fresh"
 
