@@ -3,7 +3,7 @@
 #
 # The same mam.py gives the same bytes in every folder, under every umask, file mode, working directory and
 # SOURCE_DATE_EPOCH: shiv packs, then the archive is written anew with fixed names, order, times and modes.
-# Only another zlib or liblzma may compress to other bytes, and another Python (3.9 or newer; PYTHON chooses it)
+# Only another zlib or libbz2 may compress to other bytes, and another Python (3.9 or newer; PYTHON chooses it)
 # compiles to others: the archive carries mam's bytecode for the minor version that built it, which halves the first
 # start there; elsewhere the first start compiles.
 #
@@ -22,8 +22,8 @@ die() { echo "build.sh: $*" >&2; exit 1; }
 for file in mam.py LICENSE; do
     [[ -f $here/$file ]] || die "$here/$file is missing"
 done
-"$python" -c 'import bz2, lzma, sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null \
-    || die "needs Python 3.9 or newer, with bz2 and lzma: set PYTHON"
+"$python" -c 'import bz2, sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null \
+    || die "needs Python 3.9 or newer, with bz2: set PYTHON"
 # Nothing of the caller's Python set-up may reach the build.
 unset PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONOPTIMIZE SOURCE_DATE_EPOCH
 
@@ -174,8 +174,8 @@ cat >"$work/slow_start.py" <<'EOF'
 # The rest of __main__.py, run in its namespace by a start that does not find a good cache.
 from importlib.machinery import ModuleSpec
 
-CRCS = @CRCS@
-BYTECODE, BYTECODE_TAG = @BYTECODE@
+CRC = @CRC@
+BYTECODE, BYTECODE_SIZE, BYTECODE_TAG = @BYTECODE@
 UNPACKED = {}
 
 
@@ -219,13 +219,8 @@ def fill(cache, everything):
         if everything or not whole(cache + name, SIZES[name]):
             write(cache + name, unpacked(name))
     # It names the source it was made from by a hash, which Python checks, so it is never stale.
-    if sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
-        try:
-            from lzma import decompress
-            columns = decompress(read("bytecode.xz"))
-        except (ImportError, OSError):  # a Python built without lzma, an archive without room for it: compile
-            return
-        write(cache + BYTECODE, join_bytecode(unpacked("/bytecode"), columns))
+    if BYTECODE_SIZE and sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
+        write(cache + BYTECODE, unpacked(BYTECODE))
 
 
 def make_folder(path):
@@ -243,79 +238,26 @@ def whole(path, size):
     return st.st_size == size and trusted(st, 0o100000)
 
 
-# The archive may have been replaced since its directory was read, and zipimport does not look at checksums.
-def read(member):
-    from zlib import crc32
-
-    data = __loader__.get_data(member)
-    if crc32(data) != CRCS[member]:
-        raise OSError("%s is damaged, or was replaced just now" % member)
-    return data
-
-
-# All sources are one stream, a fifth smaller than each by itself. A tar, so that people can open it too; there is a
-# header of 512 bytes before each file, and each is padded to a multiple of that.
+# Sources and bytecode are one stream, a fifth smaller than each by itself. A tar, so that people can open it too;
+# there is a header of 512 bytes before each file, and each is padded to a multiple of that.
 def unpacked(name):
     if not UNPACKED:
-        data = read("site-packages.tar.bz2")
+        from zlib import crc32
+
+        data = __loader__.get_data("site-packages.tar.bz2")
+        # The archive may have been replaced since its directory was read, and zipimport does not look at checksums.
+        if crc32(data) != CRC:
+            raise OSError("site-packages.tar.bz2 is damaged, or was replaced just now")
         try:
             from bz2 import decompress
         except ImportError:
             raise OSError("it needs the module bz2, which this Python (%s) was built without" % sys.executable)
         data = decompress(data)
         start = 512
-        for file in SIZES:
-            UNPACKED[file] = data[start:start + SIZES[file]]
-            start += SIZES[file] + -SIZES[file] % 512 + 512
-        UNPACKED["/bytecode"] = data[start:]
+        for file, size in [(BYTECODE, BYTECODE_SIZE)] * bool(BYTECODE_SIZE) + [*SIZES.items()]:
+            UNPACKED[file] = data[start:start + size]
+            start += size + -size % 512 + 512
     return UNPACKED[name]
-
-
-# The .pyc, from what split_bytecode in build.sh made of it. Each field of all code objects, inner ones first, is a
-# column; of co_code the opcodes, and the arguments of each opcode. Names and constants are indexes into tables, which
-# are beside the sources, where the same words are.
-def join_bytecode(tables, columns):
-    from marshal import dumps, loads
-    from struct import unpack
-
-    words, constants = loads(tables)
-    words = words.split(" ")
-    header, numbers, texts, indexes, opcodes, arguments = loads(columns)
-    arguments = {opcode: iter(column) for opcode, column in arguments.items()}
-    code = bytearray(2 * len(opcodes))
-    code[::2] = opcodes
-    code[1::2] = map(next, map(arguments.__getitem__, opcodes))
-    texts["co_code"] = texts["co_code"], bytes(code)
-
-    fields = dict(numbers)
-    for name, (sizes, text) in texts.items():
-        fields[name] = slices(sizes, text)
-    for name, (sizes, text) in indexes.items():
-        fields[name] = slices(sizes, unpack("<%dH" % (len(text) // 2), text))
-    blank = compile("", "mam.py", "exec")
-    once = {}.setdefault  # equal ones as one object: dumps then writes one
-    done = []
-    for row in zip(*fields.values()):
-        row = {name: once(value, value) for name, value in zip(fields, row)}
-        for name in ("co_names", "co_varnames", "co_cellvars", "co_freevars", "co_qualname"):
-            value = tuple([words[index] for index in row[name]])
-            row[name] = once(value, value)
-        row["co_name"] = row["co_qualname"][-1]
-        row["co_qualname"] = ".".join(row["co_qualname"])
-        if not hasattr(blank, "co_qualname"):
-            del row["co_qualname"]
-        first = len(done) - row["co_consts"].count(0)  # 0 stands for an inner code object
-        inner = iter(done[first:])
-        row["co_consts"] = tuple([constants[index] if index else next(inner) for index in row["co_consts"]])
-        done[first:] = [blank.replace(**row)]
-    return header + dumps(done[0])
-
-
-def slices(sizes, sequence):
-    end = 0
-    for size in sizes:
-        end += size
-        yield sequence[end - size:end]
 
 
 def write(path, data):
@@ -375,7 +317,7 @@ mkdir -p "$(dirname "$out")"
 fresh=$(mktemp "$(dirname "$out")/.mam.pyz.XXXXXX")
 PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" \
     "$max_bytes" <<'EOF'
-import ast, bz2, hashlib, importlib.util, io, lzma, marshal, posixpath, struct, sys, tarfile, types, zipfile, zlib
+import ast, bz2, hashlib, importlib.util, io, marshal, posixpath, sys, tarfile, zipfile, zlib
 
 shiv, main, slow, licence, out, max_bytes = sys.argv[1:]
 
@@ -412,59 +354,8 @@ for node in ast.walk(tree):
         node.annotation = None
 tag = sys.implementation.cache_tag
 bytecode = "site-packages/__pycache__/mam.%s.pyc" % tag
-header = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source)
-
-
-def split_bytecode(header, top):
-    """What join_bytecode in slow_start.py takes. With like beside like it compresses to a fifth less."""
-    codes, words, constants = [], {}, {}
-
-    def collect(code):
-        for value in code.co_consts:
-            if isinstance(value, types.CodeType):
-                collect(value)
-        codes.append(code)
-
-    def index(value):       # in the table of constants; 1, 1.0 and True are three of them
-        if isinstance(value, types.CodeType):
-            return 0
-        return constants.setdefault(marshal.dumps(value, 0), (len(constants) + 1, value))[0]
-
-    def indexes(column):
-        flat = [number for row in column for number in row]
-        return [len(row) for row in column], struct.pack("<%dH" % len(flat), *flat)
-
-    def texts(name):
-        column = [getattr(code, name) for code in codes]
-        return [len(text) for text in column], b"".join(column)
-
-    collect(top)
-    numbers = {name: [getattr(code, name) for code in codes] for name in (
-        "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags",
-        "co_firstlineno")}
-    named = {"co_qualname": [getattr(code, "co_qualname", code.co_name).split(".") for code in codes]}
-    for name in ("co_names", "co_varnames", "co_cellvars", "co_freevars"):
-        named[name] = [getattr(code, name) for code in codes]
-    numbered = {name: indexes([[words.setdefault(word, len(words)) for word in row] for row in column])
-                for name, column in named.items()}
-    numbered["co_consts"] = indexes([list(map(index, code.co_consts)) for code in codes])
-    lines = "co_linetable" if hasattr(top, "co_linetable") else "co_lnotab"
-    columns = {name: texts(name) for name in (lines, "co_exceptiontable") if hasattr(top, name)}
-    columns["co_code"], code = texts("co_code")
-    arguments = {}
-    for opcode, argument in zip(code[::2], code[1::2]):
-        arguments.setdefault(opcode, bytearray()).append(argument)
-    arguments = {opcode: bytes(arguments[opcode]) for opcode in sorted(arguments)}
-    # Version 2 of the format: without references to equal objects, which depend on who else holds them.
-    return (marshal.dumps((" ".join(words), (None, *(value for _, value in constants.values()))), 2),
-            marshal.dumps((header, numbers, columns, numbered, code[::2], arguments), 2))
-
-
-def compressed(data):
-    """.xz by the parameters that suit it best: of text the last byte tells much, of numbers their alignment."""
-    return min((lzma.compress(data, check=lzma.CHECK_CRC32, filters=[dict(
-        id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, nice_len=273, lc=lc, lp=lp, pb=pb)])
-        for lc, lp, pb in ((4, 0, 0), (3, 0, 0), (0, 0, 0), (3, 1, 1), (0, 1, 1))), key=len)
+compiled = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source) \
+    + marshal.dumps(compile(tree, "mam.py", "exec", dont_inherit=True))
 
 
 def packed(files):
@@ -479,9 +370,7 @@ def packed(files):
 
 
 sources = [(name, members.pop(name)) for name in modules]
-tables, columns = split_bytecode(header, compile(tree, "mam.py", "exec", dont_inherit=True))
 values = {
-    "@BYTECODE@": repr(("/" + bytecode, tag)),
     "@BUILD@": build.hexdigest()[:16],
     "@FOLDERS@": repr(tuple(sorted(folders))),
     "@SIZES@": repr({"/" + name: len(data) for name, data in sources}),
@@ -497,16 +386,16 @@ def launcher(path):
     return source.encode()
 
 
-def write(bytecode):
-    archives = {"site-packages.tar.bz2": packed(sources + [("bytecode", tables)] * bytecode)}
-    if bytecode:
-        archives["bytecode.xz"] = compressed(columns)
-    values["@CRCS@"] = repr({name: zlib.crc32(data) for name, data in archives.items()})
+def write(brought):
+    """With what is brought of bytecode: [(name, content)], or nothing. The size of the archive."""
+    stream = packed(brought + sources)        # bytecode beside the source it was made from, in one block of bz2
+    values["@BYTECODE@"] = repr(("/" + bytecode, sum(len(data) for _, data in brought), tag))
+    values["@CRC@"] = repr(zlib.crc32(stream))
     # Stored: __main__.py, because a start from the cache then need not load zlib, and what is compressed already.
     entries = [("__main__.py", launcher(main), zipfile.ZIP_STORED),
                ("slow_start.py", launcher(slow), zipfile.ZIP_DEFLATED)]
     entries += [(name, members[name], zipfile.ZIP_DEFLATED) for name in sorted(members)]
-    entries += [(name, data, zipfile.ZIP_STORED) for name, data in archives.items()]
+    entries.append(("site-packages.tar.bz2", stream, zipfile.ZIP_STORED))
     with open(out, "wb") as file:
         file.write(b"#!/usr/bin/env python3\n")
         with zipfile.ZipFile(file, "w") as archive:
@@ -522,15 +411,9 @@ def write(bytecode):
 with open(licence, "rb") as file:
     members["LICENSE"] = file.read()
 del members["site-packages/paho/mqtt/py.typed"]     # for type checkers
-if write(True) >= int(max_bytes):
+if write([(bytecode, compiled)]) >= int(max_bytes):
     sys.stderr.write("build.sh: no room for the bytecode: the first start on a host compiles, and takes longer\n")
-    write(False)
-# What is split must come back whole.
-names = {}
-exec(launcher(slow), names)
-joined = names["join_bytecode"](tables, columns)
-if split_bytecode(joined[:16], marshal.loads(joined[16:])) != (tables, columns):
-    sys.exit("build.sh: the bytecode does not come back from its columns")
+    write([])
 EOF
 chmod 755 "$fresh"
 
