@@ -3,9 +3,9 @@
 #
 # The same mam.py gives the same bytes in every folder, under every umask, file mode, working directory and
 # SOURCE_DATE_EPOCH: shiv packs, then the archive is written anew with fixed names, order, times and modes.
-# Only another zlib may compress to other bytes, and another Python (3.9 or newer; PYTHON chooses it) compiles to
-# others: the archive carries mam's bytecode for the minor version that built it, which halves the first start
-# there; elsewhere the first start compiles.
+# Only another zlib or libbz2 may compress to other bytes, and another Python (3.9 or newer; PYTHON chooses it)
+# compiles to others: the archive carries mam's bytecode for the minor version that built it, which halves the first
+# start there; elsewhere the first start compiles.
 #
 # Packages come by hash, once, into .build/; later builds need no network. Builds may run at the same time.
 set -euo pipefail
@@ -22,7 +22,8 @@ die() { echo "build.sh: $*" >&2; exit 1; }
 for file in mam.py LICENSE; do
     [[ -f $here/$file ]] || die "$here/$file is missing"
 done
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' || die "needs Python 3.9 or newer: set PYTHON"
+"$python" -c 'import bz2, sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null \
+    || die "needs Python 3.9 or newer, with bz2: set PYTHON"
 # Nothing of the caller's Python set-up may reach the build.
 unset PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONOPTIMIZE SOURCE_DATE_EPOCH
 
@@ -173,17 +174,19 @@ cat >"$work/slow_start.py" <<'EOF'
 # The rest of __main__.py, run in its namespace by a start that does not find a good cache.
 from importlib.machinery import ModuleSpec
 
-CRCS = @CRCS@
-BYTECODE, BYTECODE_TAG = @BYTECODE@
+CRC = @CRC@
+BYTECODE, BYTECODE_SIZE, BYTECODE_TAG = @BYTECODE@
+UNPACKED = {}
 
 
 def slow_start(cache, damaged):
-    # No home, read-only, someone else's, disk full, no zlib: whatever it is, mam can do without a cache.
+    # No home, read-only, someone else's, disk full: whatever it is, mam can do without a cache.
     try:
         fill(cache, damaged)
         if damaged:
             drop_bytecode(cache)
         elif ready(cache):
+            UNPACKED.clear()  # mam may run for days
             return import_cached(cache)
     except Exception:
         pass
@@ -214,15 +217,10 @@ def fill(cache, everything):
             raise OSError("not ours alone: " + cache + name)
     for name in SIZES:
         if everything or not whole(cache + name, SIZES[name]):
-            write(cache + name, read(name))
+            write(cache + name, unpacked(name))
     # It names the source it was made from by a hash, which Python checks, so it is never stale.
-    if sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
-        try:
-            from bz2 import decompress
-            data = __loader__.get_data("bytecode.bz2")
-        except (ImportError, OSError):  # a Python built without bz2, an archive without room for it: compile
-            return
-        write(cache + BYTECODE, decompress(data))
+    if BYTECODE_SIZE and sys.implementation.cache_tag == BYTECODE_TAG and not os.path.exists(cache + BYTECODE):
+        write(cache + BYTECODE, unpacked(BYTECODE))
 
 
 def make_folder(path):
@@ -240,14 +238,26 @@ def whole(path, size):
     return st.st_size == size and trusted(st, 0o100000)
 
 
-# The archive may have been replaced since its directory was read, and zipimport does not look at checksums.
-def read(name):
-    from zlib import crc32
+# Sources and bytecode are one stream, a fifth smaller than each by itself. A tar, so that people can open it too;
+# there is a header of 512 bytes before each file, and each is padded to a multiple of that.
+def unpacked(name):
+    if not UNPACKED:
+        from zlib import crc32
 
-    data = __loader__.get_data(name[1:])
-    if len(data) != SIZES[name] or crc32(data) != CRCS[name]:
-        raise OSError("%s is damaged, or was replaced just now" % name[1:])
-    return data
+        data = __loader__.get_data("site-packages.tar.bz2")
+        # The archive may have been replaced since its directory was read, and zipimport does not look at checksums.
+        if crc32(data) != CRC:
+            raise OSError("site-packages.tar.bz2 is damaged, or was replaced just now")
+        try:
+            from bz2 import decompress
+        except ImportError:
+            raise OSError("it needs the module bz2, which this Python (%s) was built without" % sys.executable)
+        data = decompress(data)
+        start = 512
+        for file, size in [(BYTECODE, BYTECODE_SIZE)] * bool(BYTECODE_SIZE) + [*SIZES.items()]:
+            UNPACKED[file] = data[start:start + size]
+            start += size + -size % 512 + 512
+    return UNPACKED[name]
 
 
 def write(path, data):
@@ -277,7 +287,7 @@ def drop_bytecode(cache):
 # has been replaced; these sources were all read at the start.
 class FromMemory:
     def __init__(self):
-        self.sources = {name: read(name) for name in SIZES}
+        self.sources = {name: unpacked(name) for name in SIZES}
 
     def find_spec(self, fullname, path=None, target=None):
         stem = "/site-packages/" + fullname.replace(".", "/")
@@ -307,7 +317,7 @@ mkdir -p "$(dirname "$out")"
 fresh=$(mktemp "$(dirname "$out")/.mam.pyz.XXXXXX")
 PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" \
     "$max_bytes" <<'EOF'
-import ast, bz2, hashlib, importlib.util, marshal, posixpath, sys, zipfile, zlib
+import ast, bz2, hashlib, importlib.util, io, marshal, posixpath, sys, tarfile, zipfile, zlib
 
 shiv, main, slow, licence, out, max_bytes = sys.argv[1:]
 
@@ -337,22 +347,33 @@ tree = ast.parse(source, "mam.py")
 for node in ast.walk(tree):
     documented = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, False) is not None
     if documented and not node.name.startswith("cmd_"):
-        node.body[0].value = ast.copy_location(ast.Constant(0), node.body[0].value)
+        node.body[:1] = [] if node.body[1:] else [ast.copy_location(ast.Pass(), node.body[0])]
     if isinstance(node, ast.FunctionDef):
         node.returns = None
     if isinstance(node, ast.arg):
         node.annotation = None
 tag = sys.implementation.cache_tag
 bytecode = "site-packages/__pycache__/mam.%s.pyc" % tag
-members["bytecode.bz2"] = bz2.compress(
-    importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source)
-    + marshal.dumps(compile(tree, "mam.py", "exec", dont_inherit=True)))
+compiled = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source) \
+    + marshal.dumps(compile(tree, "mam.py", "exec", dont_inherit=True))
+
+
+def packed(files):
+    """A .tar.bz2 that depends on nothing but names and contents."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return bz2.compress(file.getvalue())
+
+
+sources = [(name, members.pop(name)) for name in modules]
 values = {
-    "@BYTECODE@": repr(("/" + bytecode, tag)),
     "@BUILD@": build.hexdigest()[:16],
     "@FOLDERS@": repr(tuple(sorted(folders))),
-    "@SIZES@": repr({"/" + name: len(members[name]) for name in modules}),
-    "@CRCS@": repr({"/" + name: zlib.crc32(members[name]) for name in modules}),
+    "@SIZES@": repr({"/" + name: len(data) for name, data in sources}),
 }
 
 
@@ -365,16 +386,16 @@ def launcher(path):
     return source.encode()
 
 
-with open(licence, "rb") as file:
-    members["LICENSE"] = file.read()
-members["slow_start.py"] = launcher(slow)
-# __main__.py is not compressed: a start from the cache then need not load zlib.
-entries = [("__main__.py", launcher(main), zipfile.ZIP_STORED)]
-entries += [(name, members[name], zipfile.ZIP_DEFLATED) for name in sorted(members)]
-
-
-
-def write(entries):
+def write(brought):
+    """With what is brought of bytecode: [(name, content)], or nothing. The size of the archive."""
+    stream = packed(brought + sources)        # bytecode beside the source it was made from, in one block of bz2
+    values["@BYTECODE@"] = repr(("/" + bytecode, sum(len(data) for _, data in brought), tag))
+    values["@CRC@"] = repr(zlib.crc32(stream))
+    # Stored: __main__.py, because a start from the cache then need not load zlib, and what is compressed already.
+    entries = [("__main__.py", launcher(main), zipfile.ZIP_STORED),
+               ("slow_start.py", launcher(slow), zipfile.ZIP_DEFLATED)]
+    entries += [(name, members[name], zipfile.ZIP_DEFLATED) for name in sorted(members)]
+    entries.append(("site-packages.tar.bz2", stream, zipfile.ZIP_STORED))
     with open(out, "wb") as file:
         file.write(b"#!/usr/bin/env python3\n")
         with zipfile.ZipFile(file, "w") as archive:
@@ -387,9 +408,12 @@ def write(entries):
         return file.tell()
 
 
-if write(entries) >= int(max_bytes):
+with open(licence, "rb") as file:
+    members["LICENSE"] = file.read()
+del members["site-packages/paho/mqtt/py.typed"]     # for type checkers
+if write([(bytecode, compiled)]) >= int(max_bytes):
     sys.stderr.write("build.sh: no room for the bytecode: the first start on a host compiles, and takes longer\n")
-    write([entry for entry in entries if entry[0] != "bytecode.bz2"])
+    write([])
 EOF
 chmod 755 "$fresh"
 

@@ -5,15 +5,19 @@ If a test here fails, somebody copies the one file to a host and it does not run
 from __future__ import annotations
 
 import hashlib
+import io
+import marshal
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from types import CodeType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import pytest
 
@@ -138,11 +142,63 @@ def test_size_and_contents(pyz: Path) -> None:
         names = archive.namelist()
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         licences = {name: archive.read(name).decode() for name in names if not name.endswith((".py", ".bz2"))}
-    assert "site-packages/mam.py" in names and "site-packages/paho/mqtt/client.py" in names
-    assert "__main__.py" in names and not [name for name in names if "dist-info" in name or "/click/" in name]
+        with tarfile.open(fileobj=io.BytesIO(archive.read("site-packages.tar.bz2"))) as sources:
+            assert {(entry.mtime, entry.uid, entry.uname) for entry in sources} == {(0, 0, "")}
+            packed = sources.getnames()
+    assert "site-packages/mam.py" in packed and "site-packages/paho/mqtt/client.py" in packed
+    assert "__main__.py" in names and not [name for name in names + packed if "dist-info" in name or "/click/" in name]
     assert "MIT" in licences["LICENSE"]
     text = "\n".join(text for name, text in licences.items() if "/paho/" in name)
     assert "Eclipse Public License" in text and "Eclipse Distribution License" in text, sorted(licences)
+
+
+def bytecode(host: Host) -> Optional[Path]:
+    """The bytecode that the archive brings, as a first start by the Python that built it leaves it; None if none."""
+    with zipfile.ZipFile(host.pyz) as archive:
+        tag = re.search(rb"BYTECODE_TAG = .* (\d+), '([a-z]+-\d)(\d+)'\)", archive.read("slow_start.py"))
+    assert tag is not None
+    size, kind, minor = (part.decode() for part in tag.groups())
+    if size == "0":
+        return None
+    python = PYTHONS.get(f"{kind[-1]}.{minor}")
+    if python is None:
+        pytest.skip(f"not installed: the Python that built it, {kind}{minor}")
+    starts(host("--version", python=python))
+    return next(host.cache.rglob(f"mam.{kind}{minor}.pyc"))
+
+
+def test_the_first_start_compiles_nothing(host: Host) -> None:
+    """The bytecode in the archive is taken as it is: it halves the first start of each new version on each host."""
+    path = bytecode(host)
+    if path is None:
+        pytest.skip("the archive has no room for bytecode")
+    content = path.read_bytes()
+    assert content[4:8] == b"\3\0\0\0", "a .pyc that Python wrote: it knows its source by time, not by hash"
+    starts(host("--version"))
+    assert path.read_bytes() == content
+
+
+def lines(code: CodeType, found: Dict[Tuple[str, int], Set[int]]) -> Dict[Tuple[str, int], Set[int]]:
+    """(name, first line) -> the lines of its instructions, of each function in a code object."""
+    if code.co_flags & 1:
+        found[code.co_name, code.co_firstlineno] = {line for _, _, line in code.co_lines() if line}
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            lines(value, found)
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="code objects of Python 3.9 have no co_lines")
+def test_a_traceback_from_the_first_start_names_the_right_lines(host: Host) -> None:
+    path = bytecode(host)
+    if path is None or sys.implementation.cache_tag not in path.name:
+        pytest.skip("the archive has no bytecode for this Python")
+    packed = lines(marshal.loads(path.read_bytes()[16:]), {})
+    source = (host.cache / "site-packages" / "mam.py").read_bytes()
+    compiled = lines(compile(source, "mam.py", "exec", dont_inherit=True), {})
+    assert packed.keys() == compiled.keys() and len(packed) > 400
+    for name in packed:         # annotations, which it lacks, have lines in a function that defines functions
+        assert packed[name] <= compiled[name] and len(packed[name]) > len(compiled[name]) * 0.8, name
 
 
 # ---- Pythons --------------------------------------------------------------------------------------------------
@@ -196,6 +252,20 @@ def test_a_whole_job_on_each_python(new_mam: Callable[..., Mam], pyz: Path, vers
     assert re.findall(r"seq=\d+ (\w+)", done.stdout) == ["started", "progress", "completed", "completed"], done
     assert "the answer" in done.stdout.splitlines()[-1], done
     assert mam("--version").stdout == "mam 5.0.0\n"
+
+
+def test_a_python_built_without_bz2(host: Host) -> None:
+    """As pyenv builds them on a host without the headers. It is needed where there is no cache yet, and not later."""
+    lacking = host.folder / "lacking"
+    lacking.mkdir()
+    (lacking / "_bz2.py").write_text("raise ModuleNotFoundError(\"No module named '_bz2'\")\n")
+    env: Dict[str, Optional[str]] = {"PYTHONPATH": str(lacking)}
+    for home in (None, "/dev/null"):
+        done = host("--version", env={**env, **({"HOME": home} if home else {})})
+        assert done.returncode == 70 and done.stdout == "", done
+        assert re.fullmatch(r"mam: cannot start from .+ needs the module bz2, which .+\n", done.stderr), done
+    starts(host("--version"))
+    starts(host("--version", env=env))
 
 
 def test_all_pythons_share_one_cache(host: Host) -> None:
@@ -435,6 +505,26 @@ def test_a_damaged_archive_says_so(host: Host, pyz: Path) -> None:
     done = host("--version", pyz=middle)
     assert done.returncode != 0 or done.stdout == "mam 5.0.0\n", done
     assert done.returncode == 0 or "Traceback" not in done.stderr, done
+
+
+@pytest.mark.parametrize("home", ["writable", "none"])
+def test_one_changed_byte_in_the_archive(host: Host, home: str) -> None:
+    """A bad disk, a bad copy: of a changed archive nothing runs and nothing is kept."""
+    member = "site-packages.tar.bz2"
+    content = host.pyz.read_bytes()
+    with zipfile.ZipFile(host.pyz) as archive:
+        packed = archive.read(member)
+    start = content.index(packed)
+    for place in (0, 1, len(packed) // 2, len(packed) - 1):
+        changed = bytearray(content)
+        changed[start + place] ^= 0x10
+        bad = host.folder / "bad.pyz"
+        bad.write_bytes(changed)
+        root = "/dev/null" if home == "none" else str(host.folder / f"root {place}")
+        done = host("--version", pyz=bad, env={"SHIV_ROOT": root})
+        assert done.returncode == 70 and done.stdout == "", done
+        assert re.fullmatch(rf"mam: cannot start from .+: {re.escape(member)} is damaged.*\n", done.stderr), done
+        assert not list(host.folder.glob("root */**/mam.py"))
 
 
 def test_the_cache_is_not_trusted_when_others_may_write_it(host: Host) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import fcntl
 import importlib.util
+import io
 import itertools
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from pathlib import Path
@@ -79,10 +81,9 @@ class Inside:
         with open(folder / "inside.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (self.packages / "whole").exists():
-                with zipfile.ZipFile(str(pyz)) as archive:
-                    names = [name for name in archive.namelist()
-                             if name.startswith("site-packages/") and "__pycache__" not in name]
-                    archive.extractall(str(folder / "inside"), names)
+                with zipfile.ZipFile(str(pyz)) as archive, \
+                        tarfile.open(fileobj=io.BytesIO(archive.read("site-packages.tar.bz2"))) as sources:
+                    sources.extractall(str(folder / "inside"))
                 (self.packages / "whole").touch()
 
     @property
