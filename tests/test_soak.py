@@ -276,6 +276,8 @@ def check_job(host: Host50, job: str, watcher: Observer) -> Dict[int, Any]:
     if job not in host.harmed:
         assert (record.status, ran) == ("completed", 1), f"nobody harmed {job}: {record}"
     assert rows and rows[-1][0] == record.last_seq and rows[-1][1] in ("completed", "error"), f"{job}: {rows[-3:]}"
+    poll(lambda: [m for m in watcher.messages("state", job) if m.json()["seq"] == record.last_seq], 30,
+         f"the last state of {job} on the wire")
     if watcher.connects == 1:
         heard = list(dict.fromkeys(m.json()["seq"] for m in watcher.messages("events", job) if m.payload))
         wanted = [row[0] for row in rows if row[4] != "beat"]
@@ -287,7 +289,7 @@ def check_job(host: Host50, job: str, watcher: Observer) -> Dict[int, Any]:
 
 
 @pytest.mark.timeout(2400)
-def test_two_hundred_kills_over_fifty_running_jobs_lose_nothing(post: Post, mam: Mam, own_broker: Any,
+def test_two_hundred_kills_over_fifty_jobs_lose_nothing(post: Post, mam: Mam, own_broker: Any,
                                                                 observe: Callable[..., Observer]) -> None:
     """Lost: on a bad day, anything: an event, an end, a follower's story, the registry itself."""
     seed = int(os.environ.get("MAM_SOAK_SEED") or random.SystemRandom().randrange(10 ** 9))
