@@ -29,7 +29,7 @@ bench: pyz $(VENV)/.stamp ## what things cost, against a baseline of the same ru
 	MAM_PYZ=$(PYZ) $(PY) tests/bench.py $(ARGS)
 
 soak: pyz tools $(VENV)/.stamp ## the long tests, under injected faults
-	MAM_PYZ=$(PYZ) $(PY) -m pytest tests -m soak -rs $(ARGS)
+	MAM_PYZ=$(PYZ) $(PY) -m pytest tests -m soak -n $(JOBS) --dist worksteal -rs $(ARGS)
 
 lint: $(VENV)/.stamp ## ruff and mypy
 	$(PY) -m ruff check mam.py tests

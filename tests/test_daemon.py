@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -81,6 +82,11 @@ def seqs(observer: Observer, job_id: str) -> List[int]:
     return list(dict.fromkeys(m.json()["seq"] for m in observer.messages("events", job_id) if m.payload))
 
 
+def wait_heard(observer: Observer, job_id: str, seq: int) -> None:
+    """What was acknowledged to its sender may be a little later here."""
+    poll(lambda: seq in seqs(observer, job_id), UP_S, lambda: f"number {seq} in {seqs(observer, job_id)}")
+
+
 def assert_ends_right(post: Post, broker: Broker, job_id: str, status: str = "completed") -> None:
     """What a host that looks only now sees of an ended job: its last event, and the state that belongs to it."""
     job = post.job(job_id)
@@ -154,6 +160,44 @@ def test_a_publisher_that_stands_still_with_its_lock_silences_nobody(post: Post,
         post.wait_sent(job)
 
 
+# In a network namespace of its own a process has no network at all.
+NO_NETWORK = "import ctypes\nassert ctypes.CDLL(None).unshare(0x40000000) == 0\n"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+@pytest.mark.parametrize("born", ["with a network", "without"])
+def test_a_publisher_with_no_network_publishes_in_order_through_the_daemon(
+        post: Post, mam: Mam, broker: Broker, observe: Callable[..., Observer], born: str) -> None:
+    """Lost: all that a sandboxed agent says; or everybody's news, behind a daemon that came from its sandbox."""
+    if subprocess.run(["unshare", "-n", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this sandbox allows no network namespace")
+    mam.env = broker.env()
+    job = post.add(unique("sandbox"))
+    watcher = observe(broker)
+    sandboxed = post.inside.patched(mam, NO_NETWORK)
+    if born == "without":
+        done = sandboxed("publish", job, "--event", "started", "--attempts", 1, check=2)
+        assert "recorded, not sent yet" in done.stderr and "unreachable" in done.stderr
+        first = post.wait_daemon()
+        assert seqs(watcher, job) == []
+
+        def replaced() -> bool:
+            mam("publish", job, "--event", "progress", check=0)
+            return post.line().get("state") == "up" and post.pid() != first
+        poll(replaced, UP_S, lambda: f"one that can connect: {post.describe()}", interval=0.3)
+    else:
+        mam("publish", job, "--event", "started", check=0)
+        post.wait_line()
+    for number in range(3):
+        sandboxed("publish", job, "--event", "progress", "--detail", f"part {number}", check=0)
+    sandboxed("publish", job, "--event", "completed", check=0)
+    post.wait_sent(job)
+    wait_heard(watcher, job, post.job(job).last_seq)
+    assert seqs(watcher, job) == post.numbers(job) == list(range(1, post.job(job).last_seq + 1))
+    assert_ends_right(post, broker, job)
+
+
 @pytest.mark.parametrize("kind", ["nats", "mosquitto"])
 def test_an_end_that_could_not_be_sent_arrives_when_the_broker_is_back(
         post: Post, mam: Mam, own_broker: Any, kind: str) -> None:
@@ -171,7 +215,7 @@ def test_an_end_that_could_not_be_sent_arrives_when_the_broker_is_back(
     assert_ends_right(post, broker, job)
 
 
-@pytest.mark.parametrize("moment", ["before the send", "before the acknowledgement"])
+@pytest.mark.parametrize("moment", ["before the send", "before the arrival", "before the acknowledgement"])
 def test_a_daemon_killed_in_mid_send_loses_nothing(post: Post, mam: Mam, broker: Broker, moment: str, proxy: Any,
                                                    observe: Callable[..., Observer]) -> None:
     """Lost: an event that was committed, because the one process that would send it was killed."""
@@ -185,15 +229,19 @@ def test_a_daemon_killed_in_mid_send_loses_nothing(post: Post, mam: Mam, broker:
     if moment == "before the send":
         post.pause(run.pid)
     else:
-        way.stall("down")
+        way.stall("up" if moment == "before the arrival" else "down")
     post.say(job, "progress", "half way")
     post.say(job, "completed", "all done")
-    if moment == "before the acknowledgement":
+    if moment != "before the send":
         poll(lambda: b"all done" in way.recorded_up, UP_S, "the daemon has sent it")
     run.kill()
+    assert post.rows("SELECT count(*) FROM events WHERE owed = 1 AND job_id = ?", job) == [(2,)]
+    if moment == "before the arrival":
+        way.drop()                      # with all that was on its way
     way.resume()
     mam(check=0)                        # any command brings a daemon back
     post.wait_sent(job)
+    wait_heard(watcher, job, 3)
     assert seqs(watcher, job) == [1, 2, 3]
     assert_ends_right(post, broker, job)
 
@@ -215,6 +263,7 @@ def test_a_daemon_that_stands_still_does_not_stop_publishers(post: Post, mam: Ma
     resume(run.pid)
     post.wait_sent(job)
     poll(lambda: not post.daemons(), UP_S, "the daemon leaves")
+    wait_heard(watcher, job, post.job(job).last_seq)
     assert seqs(watcher, job) == post.numbers(job)
     assert_ends_right(post, broker, job)
     states = [(m.json()["seq"], m.json()["status"]) for m in watcher.messages("state", job)]
@@ -564,6 +613,32 @@ def test_a_worker_is_alive_as_long_as_its_process_and_no_longer(post: Post, mam:
     assert "beat_stopped" in post.notes(job) and post.job(job).status == "running"
 
 
+@pytest.mark.parametrize("agent", ["a command", "a watched process"])
+def test_an_agent_that_is_killed_ends_its_job_for_everybody(post: Post, mam: Mam, mosquitto: Broker, sleeper: Any,
+                                                            agent: str) -> None:
+    """Lost: the end of a job whose agent was killed: here, and for whoever looks at the broker only later."""
+    mam.env = mosquitto.env()
+    job = unique("agent")
+    if agent == "a command":
+        delegate(mam, "echo $$ > pid; exec sleep 300", job=job)
+        poll(lambda: post.job(job).started_at and (mam.workspace / "pid").exists(), UP_S, "the command runs")
+        os.kill(int((mam.workspace / "pid").read_text()), signal.SIGKILL)
+        assert "signal 9" in post.wait_status(job, "error").detail
+    else:
+        post.add(job, idle_timeout_sec=1.5)
+        worker = sleeper()
+        mam("publish", job, "--event", "started", "--heartbeat", 0.3, "--watch-pid", worker.pid, check=0)
+        wait_beats(post, job, 8)                # longer than idle: it is the beat that keeps it
+        assert post.job(job).status == "running"
+        worker.kill()
+        assert post.wait_status(job, "error").reason == "unresponsive"
+        assert "beat_stopped" in post.notes(job)
+    post.wait_sent(job)
+    assert_ends_right(post, mosquitto, job, "error")
+    assert not beats(post, job)
+    assert mam("wait", job, timeout=10).code == (1 if agent == "a command" else 2)
+
+
 @pytest.mark.parametrize("end", ["completed", "redispatch", "timeout"])
 def test_a_beat_ends_with_its_attempt(post: Post, mam: Mam, sleeper: Any, end: str) -> None:
     """Lost: the truth, by a worker shown alive after its job ended or was given to another."""
@@ -599,12 +674,122 @@ def test_no_beat_follows_the_end_whatever_was_stopped_in_between(post: Post, mam
     post.wait_sent()
     post.wait_look()
     for job in jobs:
+        wait_heard(watcher, job, post.job(job).last_seq)
         last_event = post.rows("SELECT event, seq FROM events WHERE job_id = ? AND seq IS NOT NULL ORDER BY seq DESC "
                                "LIMIT 1", job)[0]
         assert last_event == ("completed", post.job(job).last_seq)
         on_wire = [m.json() for m in watcher.messages("events", job)]
         assert (on_wire[-1]["event"], on_wire[-1]["seq"]) == last_event
         assert_ends_right(post, mosquitto, job)
+
+
+# The daemon stops itself when the file FLAG is there: with a beat due and not recorded, or recorded and not sent.
+STOPS_IN_MID_BEAT = """
+import signal
+def beat_for(self, due, on_wire, real=mam.Registry.beat_for):
+    if {moment!r} == "due" and due and os.path.exists({flag!r}):
+        os.unlink({flag!r})
+        os.kill(os.getpid(), signal.SIGSTOP)
+    last = "SELECT max(seq) FROM events WHERE source = 'beat'"
+    before = self._execute(last)
+    real(self, due, on_wire)
+    if {moment!r} == "recorded" and os.path.exists({flag!r}) and self._execute(last) != before:
+        os.unlink({flag!r})
+        os.kill(os.getpid(), signal.SIGSTOP)
+mam.Registry.beat_for = beat_for
+mam.FRESH_S = 1.0
+"""
+
+
+def holds_a_beat(way: Detour) -> bool:
+    """Hold up what a daemon sends, if that is soon a beat: what is held up may be a state, and then no beat comes."""
+    way.old.stall("up")
+    begun = len(way.old.recorded_up)
+    with contextlib.suppress(AssertionError):
+        return bool(poll(lambda: b"heartbeat" in way.old.recorded_up[begun:], 1))
+    way.old.resume("up")
+    return False
+
+
+def stop_in_mid_beat(post: Post, way: Detour, job: str, moment: str, flag: Path) -> int:
+    """Run a daemon that beats for a job and stands still in the middle of a beat; its pid."""
+    run = post.run(STOPS_IN_MID_BEAT.format(moment=moment, flag=str(flag)))
+    post.wait_sent(job)
+    poll(lambda: b"heartbeat" in way.old.recorded_up, UP_S, "a beat on the wire")
+    if moment == "in flight":
+        poll(lambda: holds_a_beat(way), UP_S, "a beat on its way")
+        post.pause(run.pid)
+    else:
+        flag.touch()
+        poll(lambda: process_table()[run.pid][1] in "Tt", UP_S, "it stands in mid-beat")
+        assert not flag.exists()
+    way.part()
+    lock = post.mam.registry_dir / "daemon.lock"
+    poll(lambda: time.time() - lock.stat().st_mtime > 1.0, UP_S, "known to stand still")
+    return run.pid
+
+
+@pytest.mark.parametrize("moment", ["due", "recorded", "in flight"])
+def test_the_end_is_the_last_word_whatever_beat_the_daemon_was_stopped_in(
+        post: Post, mam: Mam, mosquitto: Broker, proxy: Any, tmp_path: Path, observe: Callable[..., Observer],
+        moment: str) -> None:
+    """Lost: an end, overruled by the beat or the state that a suspended daemon had in hand."""
+    way = Detour(proxy, mosquitto)
+    mam.env = way.env()
+    job = post.add(unique("mid"))
+    watcher = observe(mosquitto)
+    post.say(job, "started", fields={"heartbeat_sec": 0.2})
+    pid = stop_in_mid_beat(post, way, job, moment, tmp_path / "flag")
+    before = post.job(job).last_seq
+    post.inside.patched(mam, "mam.FRESH_S = 1.0\n")("publish", job, "--event", "completed", check=0)
+    way.old.resume()
+    resume(pid)
+    post.wait_gone()
+    assert post.owed(job) == 0
+    assert post.job(job).last_seq == before + 1 == post.numbers(job)[-1], "a beat was recorded behind the end"
+    wait_heard(watcher, job, before + 1)
+    on_wire = [m.json() for m in watcher.messages("events", job)]
+    assert max((m["seq"], m["event"]) for m in on_wire) == (before + 1, "completed")
+    assert len({(m["seq"], m["detail"]) for m in on_wire}) == len({m["seq"] for m in on_wire}), "a number twice"
+    assert_ends_right(post, mosquitto, job)
+
+
+@pytest.mark.parametrize("moment", ["due", "recorded", "in flight"])
+def test_a_beat_in_flight_is_no_sign_of_life_of_the_next_attempt(
+        post: Post, mam: Mam, mosquitto: Broker, proxy: Any, tmp_path: Path, observe: Callable[..., Observer],
+        moment: str) -> None:
+    """Lost: the truth about a redispatched job, shown alive by a beat of the worker it was taken from."""
+    way = Detour(proxy, mosquitto)
+    mam.env = way.env()
+    job = post.add(unique("beating"))
+    watcher = observe(mosquitto)
+    post.say(job, "started", fields={"heartbeat_sec": 0.2})
+    pid = stop_in_mid_beat(post, way, job, moment, tmp_path / "flag")
+    beat = post.job(job).last_seq
+    quick = post.inside.patched(mam, "mam.FRESH_S = 1.0\n")
+    quick("redispatch", job, "--force", "--no-deliver", check=0)
+    base = post.job(job).last_seq
+    way.old.resume()
+    resume(pid)
+    post.wait_sent(job)
+    post.wait_gone()                            # nobody has taken the new attempt: there is nothing to do
+    record = post.job(job)
+    assert (record.status, record.attempt_id, record.last_seq, record.last_event_at) == ("pending", 2, base, None)
+    assert not beats(post, job)
+    assert retained(mosquitto, topics(job)[0]) is None
+    state = state_of(mosquitto, job)
+    assert (state["status"], state["data"]["attempt_id"]) == ("pending", 2)
+    quick("publish", job, "--event", "started", "--attempt-id", 2, check=0)
+    quick("publish", job, "--event", "completed", "--attempt-id", 2, check=0)
+    post.wait_sent(job)
+    wait_heard(watcher, job, base + 2)
+    numbers = [(m.json()["data"]["attempt_id"], m.json()["seq"], m.json()["event"])
+               for m in watcher.messages("events", job) if m.payload]
+    assert [one for one in dict.fromkeys(numbers) if one[0] == 2] == [(2, base + 1, "started"),
+                                                                     (2, base + 2, "completed")]
+    assert numbers[-1][0] == 2 and max(seq for attempt, seq, _ in numbers if attempt == 1) <= base
+    assert moment != "recorded" or beat not in seqs(watcher, job), "it was not withdrawn"
+    assert_ends_right(post, mosquitto, job)
 
 
 def test_an_hour_of_beats_is_one_line_without_a_hole(post: Post, mam: Mam, mosquitto: Broker,
@@ -1461,6 +1646,57 @@ def test_conflicts_replays_and_old_attempts_change_nothing(far: Far, post: Post,
     post.wait_status(far.job, "completed")
 
 
+def test_a_true_story_comes_through_a_storm_of_foreign_messages(far: Far, post: Post, mam: Mam, broker: Broker,
+                                                              observe: Callable[..., Observer]) -> None:
+    """Lost: one event of a remote worker, or its right place, because others shout on its topics meanwhile."""
+    seed = random.SystemRandom().randrange(10 ** 9)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    other = Far(post, unique("other"))
+    run = post.run()
+    far.wait_subscribed()
+    other.wait_subscribed()
+    sender = observe(broker, None)
+    events, state = topics(far.job)
+    far.send(sender, 1, "started")
+    far.send(sender, 2)
+    poll(lambda: post.numbers(far.job) == [1, 2], UP_S, "the first attempt")
+    with post.registry() as registry:
+        registry.transition(far.job, "redispatch", source="operator", fields={"force": True})
+        old, far.keys = far.keys, registry.attempt_keys(far.job)
+    follower = mam.popen("watch", far.job, "--json")
+    first, last = 3, 32
+    told = {number: far.signed(number, "started" if number == first else "completed" if number == last else
+                               "progress", attempt=2) for number in range(first, last + 1)}
+    foreign = hostile(far, other)
+    sent = []
+    order = list(range(first, last + 1))
+    fours = [order[at:at + 4] for at in range(0, len(order) - 1, 4)]      # reordered, each within its four
+    fours[-1].remove(last)
+    for four in fours + [[last]]:
+        burst = [(events, told[number]) for number in four + rng.sample(four, (len(four) + 1) // 2)]     # and doubled
+        rng.shuffle(burst)
+        for message in burst:
+            noise = [foreign[rng.randrange(len(foreign))][1:],
+                     (events, far.signed(rng.randint(1, 40), "completed", attempt=2, key="x" * 43)),           # forged
+                     (events, far.signed(rng.randint(3, 40), rng.choice(["completed", "error"]), attempt=1)),  # late
+                     (events, told[rng.randint(first, four[0])]),                                                # again
+                     (state, far.state(rng.randint(1, 2), "running", "progress")),                       # an old state
+                     (events, b""), (events, os.urandom(rng.randint(1, 300)))]
+            sent += [rng.choice(noise), message]
+    assert set(told.values()) <= {message for _, message in sent} and old[1] == far.keys[1]
+    for topic, message in sent:
+        sender._client.publish(topic, message, qos=1)       # one behind the other, without waiting
+    post.wait_status(far.job, "completed")
+    done = follower.wait()
+    assert done.code == 0
+    shown = [(event["data"]["attempt_id"], event["seq"]) for event in done.ndjson() if "seq" in event]
+    assert shown == [(1, 1), (1, 2)] + [(2, number) for number in order], f"seed {seed}: {done}"
+    assert post.numbers(far.job) == list(range(1, last + 1)) and post.numbers(other.job) == []
+    assert "conflict" not in post.notes(far.job) and post.job(other.job).status == "pending"
+    assert run.code is None and post.info()["drops"]["signature"] and post.info()["drops"]["duplicate"]
+
+
 def test_a_retained_state_alone_ends_a_job(far: Far, post: Post, broker: Broker,
                                            observe: Callable[..., Observer]) -> None:
     """Lost: the end of a job whose last event was lost, though its state stands on the broker."""
@@ -1668,6 +1904,27 @@ def test_of_any_number_started_at_once_one_runs(post: Post, mam: Mam, count: int
     assert sorted(result.code for result in results) == [10] * (count - 1) + [11]
     pid = post.wait_daemon()
     assert post.daemons() == [pid]
+
+
+def test_two_run_at_once_are_one_and_send_everything_once(post: Post, mam: Mam, broker: Broker,
+                                                         observe: Callable[..., Observer]) -> None:
+    """Lost: one beat a period and one copy of each event, to two daemons that both believe to be the one."""
+    mam.env = broker.env()
+    job = post.add(unique("two"))
+    post.say(job, "started")
+    watcher = observe(broker)
+    runs = [mam.popen("daemon", "run") for _ in range(2)]
+    poll(lambda: [run.code for run in runs].count(4) == 1, UP_S, lambda: f"one is refused: {runs[0]} {runs[1]}")
+    one, = [run for run in runs if run.code is None]
+    assert post.wait_line() == one.pid and post.daemons() == [one.pid]
+    for number in range(4):
+        post.say(job, "progress", f"part {number}")
+    post.say(job, "completed")
+    post.wait_sent(job)
+    assert one.wait().code == 0
+    wait_heard(watcher, job, 6)
+    assert [m.json()["seq"] for m in watcher.messages("events", job)] == [1, 2, 3, 4, 5, 6]
+    assert_ends_right(post, broker, job)
 
 
 @pytest.mark.parametrize("command", ["publish", "pick", "watch", "delegate", "mam"])
