@@ -347,7 +347,7 @@ tree = ast.parse(source, "mam.py")
 for node in ast.walk(tree):
     documented = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, False) is not None
     if documented and not node.name.startswith("cmd_"):
-        node.body[:1] = [] if node.body[1:] else [ast.copy_location(ast.Pass(), node.body[0])]
+        node.body[:1] = [] if node.body[1:] else [ast.copy_location(ast.Pass(), node)]
     if isinstance(node, ast.FunctionDef):
         node.returns = None
     if isinstance(node, ast.arg):

@@ -31,8 +31,8 @@ NEW_KEYS = ["phase", "reason", "transition_seq", "claimed_at", "delivered_at", "
             "delivery", "exit_status", "alive_at"]
 OVERVIEW_KEYS = ["job_id", "status", "phase", "reason", "agent_session", "title", "attempt_id", "created_at",
                  "finished_at", "last_event", "last_event_at", "detail", "alive_s", "progress_s"]
-COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "daemon",
-            "help"]
+COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "remote",
+            "secret", "daemon", "help"]
 V4_COMMANDS = ["register", "submit", "subscribe", "status", "update", "close", "get-feedback", "scrub-secrets"]
 # Those whose answer can be JSON; the errors of the others can (see test_every_command_takes_json).
 JSON_COMMANDS = {"delegate", "submit", "publish", "watch", "wait", "list", "get", "logs", "pick", "redispatch",
@@ -318,10 +318,9 @@ def rows_about_sessions() -> Iterator[Bad]:
               "for example: --exec 'claude -p --permission-mode acceptEdits' --stdin", 64, "no_command")
     yield Bad(["delegate", "--agent-session", "queue:x", "--exec", "true", "--prompt", "x"],
               "--exec goes with an exec: session, not with queue:x", "", 64)
-    for kind in ("herdr", "remote"):
-        yield Bad(["delegate", "--agent-session", kind + ":x", "--prompt", "x"],
-                  f"{kind}: sessions are not supported by this version", "use exec:NAME, tmux:NAME or queue:NAME",
-                  word="unsupported")
+    yield Bad(["delegate", "--agent-session", "herdr:x", "--prompt", "x"],
+              "herdr: sessions are not supported by this version",
+              "use exec:NAME, tmux:NAME, remote:NAME or queue:NAME", word="unsupported")
     yield Bad([*DELEGATE, "--workdir", "{at}/nosuch"], "--workdir {at}/nosuch: no such folder", word="bad_workdir")
     for path in ("/etc/passwd", "../x", "..", "", "a/../../x"):
         yield Bad([*DELEGATE, "--artifact", path], f"--artifact {path!r}: it must be a path inside the workdir",
@@ -332,7 +331,7 @@ def rows_about_registries() -> Iterator[Bad]:
     move = "keep a copy of the folder, then move mam.db, mam.db-wal and mam.db-shm away; a new one is made"
     messages = {
         "corrupt": ("the registry {at}/corrupt/mam.db is corrupt (file is not a database)", move, "corrupt"),
-        "newer": ("the registry {at}/newer/mam.db was made by a newer mam (version 99, this one knows 1)",
+        "newer": ("the registry {at}/newer/mam.db was made by a newer mam (version 99, this one knows 2)",
                   "update this mam.pyz, or name another registry with --registry-dir", "newer_registry"),
         "foreign": ("{at}/foreign/mam.db is not a registry of mam",
                     "move it away, or name another registry with --registry-dir", "corrupt"),

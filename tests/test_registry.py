@@ -367,7 +367,8 @@ def test_a_read_only_disk_can_be_read(mam: Mam, small_disk: Any) -> None:
     job = register(mam)
     publish(mam, job, "started", check=0)
     mam("daemon", "stop", check=0)
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    poll(lambda: subprocess.run(["mount", "-o", "remount,ro", str(disk)], stderr=subprocess.DEVNULL).returncode == 0,
+         20, "remounted: the daemon's process may take a moment to end")
     assert job in mam("list", check=0).stdout
     assert mam.job(job)["status"] == "running"
     assert "read-only" in publish(mam, job, "progress", check=1).stderr
