@@ -3234,9 +3234,12 @@ class Connection:
         return broker_address(self.broker)
 
     def _connect(self) -> None:
+        import socket
         deadline = time.monotonic() + CONNACK_TIMEOUT_S
         try:
             self._client.connect(self.broker.host, self.broker.port, self.broker.keepalive_s)
+            # Else a message behind an acknowledgement waits until that is acknowledged by TCP, which takes its time.
+            self._client.socket().setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, ValueError) as error:     # ValueError: an impossible host name (UnicodeError)
             final = type(error).__name__ == "SSLCertVerificationError" or isinstance(error, ValueError)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -6363,12 +6366,14 @@ class Runner(Guest):
         elif connection and (now >= self._presence_at or self._busy() != self._said_busy and
                              now > self._presence_at - PRESENCE_S + LOOK_S):
             self._say_presence(now)
-        committed, self._committed = self._committed, False
+        if self._committed:          # what was said goes out first: starting a process takes its time
+            self._committed, self._look_at = False, 0.0
+            return True
         version = self._registry.data_version()
-        if committed or version != self._version or now >= self._look_at:
-            self._version, self._look_at = version, now + 1.0
-            committed |= self._look()
-        return committed
+        if version == self._version and now < self._look_at:
+            return False
+        self._version, self._look_at = version, now + 1.0
+        return self._look()
 
     def _look(self) -> bool:
         """Start what waits while a slot is free; close what was to be spawned and has no process."""
