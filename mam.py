@@ -1338,9 +1338,10 @@ def accept_order(topic: str, raw: bytes, kind: str, session: str, keys: Dict[str
     if not is_name(payload["job_id"]) or type(attempt) is not int or attempt < 1 or not isinstance(token, str) \
             or not is_name(token):
         raise Rejected("attempt", "no job id, attempt or token of the right form")
-    if data.get("kid") not in keys:
-        raise Rejected("kid", "signed under secret %.20r, which this runner does not have" % (data.get("kid"),))
-    verify(payload, attempt_keys(keys[data["kid"]], payload["job_id"], attempt, token)[1]["control"])
+    kid = data.get("kid")
+    if not isinstance(kid, str) or kid not in keys:
+        raise Rejected("kid", "signed under secret %.20r, which this runner does not have" % (kid,))
+    verify(payload, attempt_keys(keys[kid], payload["job_id"], attempt, token)[1]["control"])
     return payload
 
 
