@@ -726,7 +726,7 @@ def test_an_altered_order_is_rejected_or_says_the_same(which: str, where: int, c
         pass                                    # as nearly always
 
 
-# ---- whether a dispatch can be carried out -----------------------------------------------------------------------------
+# ---- whether a dispatch can be carried out ---------------------------------------------------------------------------
 
 def dispatched(**contract: Any) -> Payload:
     """The data of a good dispatch, with other terms."""
@@ -800,7 +800,7 @@ def test_a_time_that_is_none_is_long_ago(issued_at: str, expires_at: str) -> Non
     assert refusal.value.reason == "expired"
 
 
-# ---- presence ----------------------------------------------------------------------------------------------------------
+# ---- presence --------------------------------------------------------------------------------------------------------
 
 PRESENCE = program.Presence("gpu1", RUNNER, "online", "host-a", "5.0.0", 2, 1, False, 12.5, "f" * 16, 7, NOW)
 PRESENCE_TOPIC = f"python/mqtt/jobs-runners/gpu1/{RUNNER}"
@@ -846,7 +846,7 @@ def test_a_presence_drives_no_terminal() -> None:
     assert found.host.startswith("[31mred ") and len(found.host) <= 64 and found.version == "5"
 
 
-# ---- what a remote job's runners are told, in which order ----------------------------------------------------------------
+# ---- what a remote job's runners are told, in which order ------------------------------------------------------------
 
 NOTHING, OWED, KEPT, STALE = range(4)
 MAIL_TABLE = [   # (dispatch, control) of each attempt, oldest first: what is next, of which attempt
