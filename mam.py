@@ -2611,7 +2611,8 @@ class Registry:
                               "AND claimed_mono IS NULL", (utc_now(), instant(), job.job_id))
             return "filled"
         arriving.top = max(arriving.top, seq)
-        if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase):
+        if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase) \
+                and payload["event"] not in TERMINAL_EVENTS:      # (those may end the attempt, in the same phase)
             arriving.news.append(payload)                # the record is written once for the whole batch
         elif decision.verdict == "commit":
             self._write_arrived(arriving)
