@@ -2473,6 +2473,11 @@ class Registry:
                               (STALE, job_id, attempt))
                 self._log(self.job(job_id), "answered", "remote", "the runner has ended the attempt", {}, attempt)
 
+    def _take_as_answer(self, job: Job) -> None:
+        """A runner that has begun an attempt has ended those it had before, and need not be told any more."""
+        self._execute("UPDATE attempts SET control_mail = ? WHERE job_id = ? AND attempt_id < ? AND runner = ? "
+                      "AND control_mail IN (?, ?)", (STALE, job.job_id, job.attempt_id, job.runner, OWED, KEPT))
+
     def runner_loads(self) -> Dict[str, int]:
         """How many open attempts each runner has been given."""
         return dict(self._execute(
@@ -2668,6 +2673,7 @@ class Registry:
         if not job.last_event_mono:
             changes["delivery"] = "sent"
             self._retire_dispatch(job)
+            self._take_as_answer(job)
         said = [payload for payload in news if not (payload["detail"] == "heartbeat" and "since" in payload["data"])]
         if len(said) < len(news):
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?)",
