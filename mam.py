@@ -5987,7 +5987,7 @@ def check_private_broker(settings: Settings, broker: Optional[Broker], insecure:
         raise MamError("no broker is set, and a remote session needs one", code="no_broker",
                        hint="set MQTT_BROKER in the environment or in .mam.env")
     lacks = [word for word, there in (("TLS (MQTT_TLS)", broker.tls), (
-        "a password (MQTT_PASSWORD) or a client certificate (MQTT_CERTFILE)", broker.password or broker.certfile))
+        "password (MQTT_PASSWORD) or client certificate (MQTT_CERTFILE)", broker.password or broker.certfile))
         if not there]
     allowed = insecure or settings.get("MAM_INSECURE_BROKER").lower() in ("1", "true", "yes", "on")
     if lacks and not allowed:
