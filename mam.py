@@ -1338,9 +1338,10 @@ def accept_order(topic: str, raw: bytes, kind: str, session: str, keys: Dict[str
     if not is_name(payload["job_id"]) or type(attempt) is not int or attempt < 1 or not isinstance(token, str) \
             or not is_name(token):
         raise Rejected("attempt", "no job id, attempt or token of the right form")
-    if data.get("kid") not in keys:
-        raise Rejected("kid", "signed under secret %.20r, which this runner does not have" % (data.get("kid"),))
-    verify(payload, attempt_keys(keys[data["kid"]], payload["job_id"], attempt, token)[1]["control"])
+    kid = data.get("kid")
+    if not isinstance(kid, str) or kid not in keys:
+        raise Rejected("kid", "signed under secret %.20r, which this runner does not have" % (kid,))
+    verify(payload, attempt_keys(keys[kid], payload["job_id"], attempt, token)[1]["control"])
     return payload
 
 
@@ -2477,6 +2478,11 @@ class Registry:
         return int(self._execute("SELECT count(*) FROM attempts WHERE (dispatch_mail OR control_mail) "
                                  "AND control_mail IN (1, 2)")[0][0])
 
+    def _take_as_answer(self, job: Job) -> None:
+        """A runner that has begun an attempt has ended those it had before, and need not be told any more."""
+        self._execute("UPDATE attempts SET control_mail = ? WHERE job_id = ? AND attempt_id < ? AND runner = ? "
+                      "AND control_mail IN (?, ?)", (STALE, job.job_id, job.attempt_id, job.runner, OWED, KEPT))
+
     def runner_loads(self) -> Dict[str, int]:
         """How many open attempts each runner has been given."""
         return dict(self._execute(
@@ -2615,7 +2621,8 @@ class Registry:
                               "AND claimed_mono IS NULL", (utc_now(), instant(), job.job_id))
             return "filled"
         arriving.top = max(arriving.top, seq)
-        if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase):
+        if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase) \
+                and payload["event"] not in TERMINAL_EVENTS:      # (those may end the attempt, in the same phase)
             arriving.news.append(payload)                # the record is written once for the whole batch
         elif decision.verdict == "commit":
             self._write_arrived(arriving)
@@ -2671,6 +2678,7 @@ class Registry:
         if not job.last_event_mono:
             changes["delivery"] = "sent"
             self._retire_dispatch(job)
+            self._take_as_answer(job)
         said = [payload for payload in news if not (payload["detail"] == "heartbeat" and "since" in payload["data"])]
         if len(said) < len(news):
             self._execute("INSERT OR REPLACE INTO beats VALUES(?, ?, ?, NULL, ?, ?, ?)",
@@ -5997,7 +6005,7 @@ def check_private_broker(settings: Settings, broker: Optional[Broker], insecure:
         raise MamError("no broker is set, and a remote session needs one", code="no_broker",
                        hint="set MQTT_BROKER in the environment or in .mam.env")
     lacks = [word for word, there in (("TLS (MQTT_TLS)", broker.tls), (
-        "a password (MQTT_PASSWORD) or a client certificate (MQTT_CERTFILE)", broker.password or broker.certfile))
+        "password (MQTT_PASSWORD) or client certificate (MQTT_CERTFILE)", broker.password or broker.certfile))
         if not there]
     allowed = insecure or settings.get("MAM_INSECURE_BROKER").lower() in ("1", "true", "yes", "on")
     if lacks and not allowed:
@@ -8005,6 +8013,7 @@ def _run_runner(settings: Settings, broker: Broker, options: RunnerOptions, keys
         line = daemon.line(broker)
         runner.hopeless = lambda: line.final and not line.connects
         code = daemon.run()
+        registry.set_meta("daemon", None)      # after a SIGTERM it still names us, who live and are no daemon any more
         if runner.hopeless():
             raise MamError(line.why, exit=Exit.BROKER, code="broker", hint="check .mam.env on this host")
     with Registry(settings.registry_dir) as registry:

@@ -4,6 +4,8 @@ Each test names a promise; where it fails, a user loses a job, an event, a secre
 """
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import re
@@ -1077,3 +1079,335 @@ def test_a_path_with_every_awkward_character_holds_a_registry(mam: Mam) -> None:
     assert json.loads(mam("get", job, env=env, check=0).stdout)["status"] == "completed"
     assert (folder / ".mam" / "mam.db").stat().st_size > 0
     assert re.fullmatch("[0-9a-f]{8}", job)
+
+
+# ---- an older registry ---------------------------------------------------------------------------------------
+
+# As mam made it before it knew of other hosts (PRAGMA user_version 1).
+VERSION_1 = """
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE jobs(
+  n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL UNIQUE,
+  status TEXT NOT NULL, phase TEXT, reason TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
+  title TEXT NOT NULL, agent TEXT NOT NULL, agent_session TEXT NOT NULL, role TEXT NOT NULL,
+  broker TEXT, topic_prefix TEXT NOT NULL, timeout_sec REAL NOT NULL, idle_timeout_sec REAL NOT NULL,
+  heartbeat_sec REAL NOT NULL, heartbeat_misses INTEGER NOT NULL, ack_timeout_sec REAL NOT NULL,
+  expected_artifacts TEXT NOT NULL, last_seq INTEGER NOT NULL DEFAULT 0, job_type TEXT NOT NULL,
+  reviewer TEXT, reviewer_session TEXT, max_iterations INTEGER NOT NULL, iteration INTEGER NOT NULL DEFAULT 1,
+  attempt_id INTEGER NOT NULL, transport TEXT NOT NULL, transition_seq INTEGER NOT NULL DEFAULT 0,
+  state_rev INTEGER NOT NULL DEFAULT 1, state_sent INTEGER NOT NULL DEFAULT 0,
+  clear_owed INTEGER NOT NULL DEFAULT 0, claimed_at TEXT, claimed_mono TEXT,
+  delivered_at TEXT, delivered_mono TEXT, started_at TEXT, finished_at TEXT,
+  last_event TEXT, last_event_at TEXT, last_event_mono TEXT, detail TEXT, parent_job TEXT,
+  subscribed_mono TEXT, workdir TEXT NOT NULL, validate_cmd TEXT, command TEXT, feed_stdin INTEGER NOT NULL DEFAULT 0,
+  wire TEXT, delivery TEXT NOT NULL DEFAULT 'none', supervisor TEXT, prompt TEXT NOT NULL);
+CREATE INDEX jobs_pending ON jobs(agent_session, n) WHERE status = 'pending';
+CREATE INDEX jobs_status ON jobs(status, n);
+CREATE INDEX jobs_finished ON jobs(finished_at) WHERE finished_at IS NOT NULL;
+CREATE INDEX jobs_state_owed ON jobs(n) WHERE wire IS NOT NULL AND (state_sent < state_rev OR clear_owed);
+CREATE TABLE attempts(
+  job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, dispatch_token TEXT NOT NULL, auth_token TEXT NOT NULL,
+  seq_base INTEGER NOT NULL DEFAULT 0, outcome TEXT, created_at TEXT NOT NULL, ended_at TEXT,
+  runner TEXT, run TEXT, run_ended_at TEXT, exit_status INTEGER,
+  PRIMARY KEY(job_id, attempt_id)) WITHOUT ROWID;
+CREATE INDEX attempts_at_work ON attempts(job_id) WHERE run IS NOT NULL AND run_ended_at IS NULL;
+CREATE TABLE events(
+  n INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL, attempt_id INTEGER NOT NULL, seq INTEGER,
+  event TEXT NOT NULL, source TEXT NOT NULL, timestamp TEXT NOT NULL, logged_at TEXT NOT NULL,
+  detail TEXT NOT NULL, payload TEXT NOT NULL, owed INTEGER NOT NULL DEFAULT 0, delivered_at TEXT,
+  UNIQUE(job_id, attempt_id, seq));
+CREATE INDEX events_of_job ON events(job_id, n);
+CREATE INDEX events_owed ON events(job_id, n) WHERE owed = 1;
+CREATE TABLE beats(
+  job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
+  armed_at TEXT NOT NULL, armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
+CREATE TABLE intents(
+  job_id TEXT NOT NULL, identity TEXT NOT NULL, PRIMARY KEY(job_id, identity)) WITHOUT ROWID;
+CREATE TABLE senders(client_id TEXT PRIMARY KEY, broker TEXT NOT NULL, process TEXT NOT NULL);
+CREATE TABLE sessions(
+  session TEXT PRIMARY KEY, kind TEXT NOT NULL, agent TEXT, status TEXT NOT NULL, pane TEXT, workdir TEXT,
+  conversation TEXT, job_id TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, data TEXT);
+"""
+
+
+def make_version_1(folder: Path, source: Path) -> Dict[str, List[Any]]:
+    """A registry of version 1 with what stands in the one at `source`; the rows of its tables."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    database = sqlite3.connect(str(folder / "mam.db"), isolation_level=None)
+    database.execute("PRAGMA journal_mode=WAL")
+    database.executescript(VERSION_1 + "PRAGMA user_version=1;")
+    database.execute("ATTACH ? AS source", (str(source / "mam.db"),))
+    for table, columns in columns_of(database).items():
+        there = {row[1] for row in database.execute(f"PRAGMA source.table_info({table})")}
+        values = ", ".join(name if name in there else "touched_at" for name in columns)
+        database.execute(f"INSERT INTO main.{table}({', '.join(columns)}) SELECT {values} FROM source.{table}")
+    found = rows_of(database, columns_of(database))
+    database.close()
+    return found
+
+
+def columns_of(database: Any) -> Dict[str, List[str]]:
+    return {table: [row[1] for row in database.execute(f"PRAGMA main.table_info({table})")]
+            for table in ("meta", "jobs", "attempts", "events", "beats", "intents", "senders", "sessions")}
+
+
+def rows_of(database: Any, columns: Dict[str, List[str]]) -> Dict[str, List[Any]]:
+    """All that version 1 knew, but for `armed_at`, which nothing ever read."""
+    return {table: database.execute(f"SELECT {', '.join(name for name in names if name != 'armed_at')} "
+                                    f"FROM main.{table} ORDER BY 1, 2").fetchall() for table, names in columns.items()}
+
+
+@pytest.fixture
+def old_registry(mam: Mam, inside: Inside, tmp_path: Path) -> Dict[str, List[Any]]:
+    """The host's registry, made by version 1: jobs in every state, an armed beat, owed events. What stands in it."""
+    host = copy_of(mam, tmp_path / "source")
+    inside.add_jobs(host, "waits", "works", "again", "done", wire="127.0.0.1:1")
+    with inside.registry(host, False) as registry:
+        for job_id in ("works", "again", "done"):
+            registry.transition(job_id, "started", source="test", fields={"heartbeat_sec": 30, "watch": {"pid": 1}})
+        registry.transition("again", "error", source="test", fields={"detail": "first try"})
+        registry.transition("again", "redispatch", source="test")
+        registry.transition("again", "started", source="test", expected_attempt=2, fields={"heartbeat_sec": 9})
+        registry.transition("done", "completed", source="test", fields={"detail": "all of it"})
+        registry.add_sender("hermes-1", "127.0.0.1:1", {"pid": 1})
+    made = make_version_1(mam.registry_dir, host.registry_dir)
+    assert len(made["jobs"]) == 4 and len(made["attempts"]) == 5 and len(made["beats"]) == 2
+    return made
+
+
+def copy_of(mam: Mam, workspace: Path) -> Any:
+    """The same host with another workspace."""
+    other = copy.copy(mam)
+    other.workspace = workspace
+    return other
+
+
+def as_version_1(mam: Mam) -> Dict[str, List[Any]]:
+    """What now stands in the columns of version 1."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as old:
+        old.executescript(VERSION_1)
+        columns = columns_of(old)
+    with contextlib.closing(sqlite3.connect(str(mam.registry_dir / "mam.db"))) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+        return rows_of(database, {table: [name for name in names if name != "armed_at"]
+                                  for table, names in columns.items()})
+
+
+def schema_of(folder: Path) -> Dict[str, Any]:
+    """Tables with the names, types and defaults of their columns, in any order, and the indexes."""
+    with contextlib.closing(sqlite3.connect(str(folder / "mam.db"))) as database:
+        tables = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found: Dict[str, Any] = {table: sorted(row[1:] for row in database.execute(f"PRAGMA table_info({table})"))
+                                 for table in tables}
+        found["indexes"] = sorted(row[0] for row in database.execute(
+            "SELECT sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL"))
+    return found
+
+
+def test_a_registry_of_the_version_before_is_taken_over_whole(mam: Mam, inside: Inside, tmp_path: Path,
+                                                              old_registry: Dict[str, List[Any]]) -> None:
+    """An update of mam in the middle of work: no job, number, beat or debt is lost, and the work goes on."""
+    with inside.registry(mam, False) as registry:
+        assert as_version_1(mam) == old_registry
+        assert sorted(registry.beats()) == ["again", "works"] and registry.beat("again").attempt_id == 2
+        assert [event.seq for event in registry.owed_events("works", 9)] == [1]
+        assert registry.job("works").remote_keys is None and registry.mails("works") == []
+        event = registry.transition("again", "completed", source="worker", expected_attempt=2).event
+        assert (event.seq, event.attempt_id) == (4, 2) and registry.beat("again") is None
+        assert registry.jobs_owing(9) and registry.has_work(True)
+        registry.own_id("runner_id")
+    fresh = copy_of(mam, tmp_path / "fresh")
+    inside.add_jobs(fresh, "x")
+
+    def shape(folder: Path) -> Any:
+        found = schema_of(folder)
+        return {**found, "beats": [row[:2] for row in found["beats"]]}
+    assert shape(mam.registry_dir) == shape(fresh.registry_dir), "an updated registry differs from a new one"
+
+
+def test_of_many_that_update_a_registry_at_once_each_finds_it_whole(mam: Mam, inside: Inside,
+                                                                     old_registry: Dict[str, List[Any]]) -> None:
+    """The first commands after an update come together: an agent's publish must not fail because a watch was first."""
+    mam.without_daemon()
+    results = inside.crowd(mam, [["list", "--json"], ["get", "works", "--json"]] * 6)
+    assert [result for result in results if result.code != 0] == []
+    assert as_version_1(mam) == old_registry
+
+
+def test_an_update_that_is_killed_halfway_leaves_the_old_registry(mam: Mam, inside: Inside,
+                                                                  old_registry: Dict[str, List[Any]]) -> None:
+    """At each of its statements; the next command does it whole."""
+    for at in range(20):
+        done = inside.patched(mam, f"""
+import signal
+count = [0]
+def dying(self, sql, params=(), real=mam.Registry._execute):
+    if self._db.in_transaction:
+        count[0] += 1
+        if count[0] > {at}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, sql, params)
+mam.Registry._execute = dying
+""")("list", "--json")
+        if done.code == 0:
+            break
+        assert done.code == -signal.SIGKILL, done
+        with contextlib.closing(sqlite3.connect(str(mam.registry_dir / "mam.db"))) as database:
+            assert database.execute("PRAGMA user_version").fetchone() == (1,)
+            assert rows_of(database, columns_of(database)) == old_registry
+    else:
+        raise AssertionError("it never got through")
+    assert at > 8
+    assert as_version_1(mam) == old_registry
+
+
+@pytest.mark.root
+def test_an_old_registry_that_may_not_be_written_says_who_has_to_update_it(public_host: Mam, inside: Inside,
+                                                                           tmp_path: Path) -> None:
+    """Not "no such column": the reader would think it is corrupt."""
+    mam = public_host
+    source = copy_of(mam, tmp_path / "source")
+    inside.add_jobs(source, "j1")
+    make_version_1(mam.registry_dir, source.registry_dir)
+    mam.registry_dir.chmod(0o755)
+    for path in mam.registry_dir.iterdir():
+        path.chmod(0o644)
+    user = inside.patched(mam, as_nobody())
+    for command in (["list"], ["get", "j1"], ["publish", "--job", "j1", "--event", "progress"]):
+        result = user(*command, check=1)
+        assert "is of an older mam and cannot be written" in result.stderr, result
+        assert "run any command of this mam once as a user who may write it" in result.stderr
+    assert mam("list", check=0).stdout
+    assert "j1" in user("list", check=0).stdout
+
+
+# ---- what a runner keeps, and what is kept for it ---------------------------------------------------------------
+
+
+def keys_of(job_id: str, attempt: int, token: str) -> Tuple[str, Dict[str, str]]:
+    return f"event-{job_id}-{attempt}-{token}", {"kid": "k", "control": "c", "presence": "p"}
+
+
+def adopt(registry: Any, job_id: str = "j1", attempt: int = 1, token: str = "t1", seq_base: int = 0,
+          **columns: Any) -> str:
+    record = {**adoptable(), "job_id": job_id, "wire": "127.0.0.1:1", **columns}
+    return str(registry.adopt(record, attempt, token, seq_base, keys_of, "runner"))
+
+
+def test_an_attempt_is_adopted_once_whatever_comes_again(mam: Mam, inside: Inside) -> None:
+    """A broker delivers an order twice, late, or out of order: the work of an attempt is done once, by its order."""
+    with inside.registry(mam) as registry:
+        assert adopt(registry, attempt=2, token="t2", seq_base=7, prompt="second try") == "adopted"
+        job = registry.job("j1")
+        assert (job.attempt_id, job.dispatch_token, job.last_seq, job.seq_base) == (2, "t2", 7, 7)
+        assert (job.auth_token, job.runner, job.status, job.delivery) == ("event-j1-2-t2", "runner", "pending", "none")
+        assert job.clear_owed == 1, "the retained end of the attempt before is to go"
+        assert [one.job_id for one in registry.adopted_jobs()] == ["j1"]
+        before = inside_rows(mam)
+        assert adopt(registry, attempt=2, token="t2", seq_base=7) == "known"
+        assert adopt(registry, attempt=2, token="other") == "conflict"
+        assert adopt(registry, attempt=1, token="t1") == "stale"
+        assert inside_rows(mam) == before
+        event = registry.transition("j1", "started", source="runner", expected_attempt=2).event
+        assert event.seq == 8
+        assert registry.transition("j1", "completed", source="_run", expected_attempt=2).committed
+        assert adopt(registry, attempt=2, token="t2") == "known", "done already, and not to be done again"
+        assert registry.job("j1").status == "completed" and registry.adopted_jobs() == []
+
+
+def inside_rows(mam: Mam) -> Any:
+    return [rows(mam.registry_dir, f"SELECT * FROM {table}") for table in ("jobs", "attempts", "events")]
+
+
+def test_the_next_attempt_of_a_known_job_replaces_the_one_before(mam: Mam, inside: Inside) -> None:
+    """Else the old one's unsent news would pass for the new one's, or its numbers be given twice."""
+    with inside.registry(mam) as registry:
+        assert adopt(registry) == "adopted"
+        registry.transition("j1", "started", source="runner", fields={"heartbeat_sec": 30, "watch": {"pid": 1}})
+        registry.transition("j1", "progress", source="worker")
+        assert adopt(registry, attempt=3, token="t3", seq_base=5, prompt="try again", command="false") == "adopted"
+        job = registry.job("j1")
+        assert (job.attempt_id, job.dispatch_token, job.seq_base, job.last_seq) == (3, "t3", 5, 5)
+        assert (job.status, job.outcome, job.delivery, job.last_event, job.command) == (
+            "pending", None, "none", None, "false")
+        assert registry.prompt("j1") == "try again"
+        assert registry.owed_events("j1", 9) == [] and registry.beat("j1") is None and job.clear_owed == 1
+        late = registry.transition("j1", "completed", source="worker", expected_attempt=1)
+        assert not late.committed and registry.job("j1").status == "pending"
+        assert registry.transition("j1", "started", source="runner", expected_attempt=3).event.seq == 6
+        assert adopt(registry, attempt=2, token="t2") == "stale"
+
+
+def test_of_16_that_adopt_one_attempt_one_does(mam: Mam, inside: Inside) -> None:
+    """Two processes on one runner's registry must not both take an order."""
+    inside.add_jobs(mam, "other")
+    results = inside.crowd(mam, [[str(number)] for number in range(16)], before="import json", each=f"""
+        record = json.loads({json.dumps(json.dumps(adoptable()))})
+        with mam.Registry(mam.load_settings().registry_dir) as registry:
+            print(registry.adopt(record, 1, "t1", 0, lambda *of: ("key", {{"kid": "k"}}), "r"), registry.own_id("id"))
+        return 0""")
+    words = [result.stdout.split() for result in results]
+    assert sorted(word for word, _ in words) == ["adopted"] + ["known"] * 15
+    assert len({own for _, own in words}) == 1, "a registry that has two names is dispatched to under one of them"
+
+
+def adoptable() -> Dict[str, Any]:
+    record = new_job("j1", "exec:s", command="true", transport="local")
+    record.pop("attempt_id")
+    return record
+
+
+def test_a_runners_id_stays_with_its_registry(mam: Mam, inside: Inside) -> None:
+    """A restarted runner under another name would not take what was given to it before."""
+    with inside.registry(mam) as registry:
+        first = registry.own_id("runner_id")
+        assert re.fullmatch("[0-9a-f]{16}", first) and registry.own_id("runner_id") == first
+        assert registry.own_id("another") != first
+    with inside.registry(mam) as registry:
+        assert registry.own_id("runner_id") == first
+
+
+MAILS = [   # what was acknowledged, (dispatch, control) as decided meanwhile, and what it is then
+    ("dispatch", (1, 0), (2, 0)), ("dispatch", (3, 0), (3, 0)), ("dispatch", (0, 0), (0, 0)),
+    ("clear_dispatch", (3, 0), (0, 0)), ("clear_dispatch", (1, 0), (1, 0)), ("clear_dispatch", (2, 0), (2, 0)),
+    ("forget_dispatch", (3, 2), (0, 2)), ("control", (3, 1), (3, 2)), ("control", (3, 3), (3, 3)),
+    ("clear_control", (0, 3), (0, 0)), ("clear_control", (0, 1), (0, 1)), ("forget_control", (0, 3), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("what, before, after", MAILS)
+def test_a_late_acknowledgement_undoes_no_decision(mam: Mam, inside: Inside, what: str, before: Tuple[int, int],
+                                                   after: Tuple[int, int]) -> None:
+    """A dispatch that is to be taken back counts as sent when its PUBACK comes, and stays on the broker for ever."""
+    inside.add_jobs(mam, "j1", session="remote:s", transport="remote")
+    with inside.registry(mam) as registry:
+        with registry.write():
+            registry._execute("UPDATE attempts SET dispatch_mail = ?, control_mail = ?", before)
+        registry.mark_mailed("j1", 2, what)         # another attempt's: changes nothing
+        registry.mark_mailed("j1", 1, what)
+        assert rows(mam.registry_dir, "SELECT dispatch_mail, control_mail FROM attempts") == [after]
+        expected = [] if after == (0, 0) else [1]
+        assert [mail.attempt_id for mail in registry.mails("j1")] == expected
+
+
+def test_what_is_asked_for_again_has_the_same_bytes(mam: Mam, inside: Inside) -> None:
+    """Other bytes under a number are a conflict, an alarm on the other side; of an old attempt nothing goes out."""
+    program = inside.module
+    with inside.registry(mam) as registry:
+        adopt(registry)
+        for number in range(4):
+            registry.transition("j1", "progress", source="worker", fields={
+                "detail": f"part {number} \u00e9\U0001f600", "data": {"n": 1.5, "k": [None, True]}})
+
+        def signed() -> List[bytes]:
+            job = registry.job("j1")
+            return [program.event_message(registry, job, event)[1] for event in registry.owed_events("j1", 99)]
+        first = signed()
+        registry.mark_sent(events=registry.owed_events("j1", 99))
+        assert signed() == [] and registry.owe_from("j1", 1, 2) == 3
+        assert signed() == first[1:]
+        assert registry.owe_from("j1", 2, 1) == 0 and registry.owe_from("nosuch", 1, 1) == 0
+        assert registry.owe_from("j1", 1, 99) == 0
+        adopt(registry, attempt=2, token="t2", seq_base=4)
+        assert registry.owe_from("j1", 1, 1) == 0 and registry.owe_from("j1", 2, 1) == 0 and signed() == []
