@@ -2610,7 +2610,8 @@ class Registry:
                               "AND claimed_mono IS NULL", (utc_now(), instant(), job.job_id))
             return "filled"
         arriving.top = max(arriving.top, seq)
-        if decision.verdict == "commit" and (decision.status, decision.phase) == (job.status, job.phase):
+        ends = payload["event"] in TERMINAL_EVENTS and data.get("settles") is not False     # the attempt, if not the job
+        if decision.verdict == "commit" and not ends and (decision.status, decision.phase) == (job.status, job.phase):
             arriving.news.append(payload)                # the record is written once for the whole batch
         elif decision.verdict == "commit":
             self._write_arrived(arriving)
