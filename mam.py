@@ -3256,7 +3256,9 @@ class Connection:
         try:
             self._client.connect(self.broker.host, self.broker.port, self.broker.keepalive_s)
             # Else a message behind an acknowledgement waits until that is acknowledged by TCP, which takes its time.
-            self._client.socket().setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened = self._client.socket()         # (None: lost again already, which the next step sees)
+            if opened is not None:
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, ValueError) as error:     # ValueError: an impossible host name (UnicodeError)
             final = type(error).__name__ == "SSLCertVerificationError" or isinstance(error, ValueError)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
