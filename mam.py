@@ -5054,6 +5054,7 @@ class Daemon:
             if is_left_behind(run):
                 spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
                            supervisor_log(self._registry))
+        self._registry.forget_unanswered(utc_before(ANSWER_WAIT_S))
         self._debts = []
         self._take_up_debts()
         for line in self._lines.values():
