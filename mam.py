@@ -4273,6 +4273,7 @@ class Dispatcher:
         self._seen: Dict[Tuple[str, str], _Seen] = {}         # by (session, runner)
         self._read_backs: Dict[str, _ReadBack] = {}           # by topic
         self._sent: Dict[str, float] = {}                     # job id: when its dispatch was acknowledged
+        self._confirmed: List[_ReadBack] = []                 # read back, and not yet noted
         self.changed = False                                  # something was committed: the jobs are to be read anew
 
     def connected(self) -> None:
@@ -4339,8 +4340,7 @@ class Dispatcher:
                 read_back = self._read_backs[topic]
                 if raw == read_back.payload:
                     self._read(topic)
-                    self._registry.move_delivery(read_back.job_id, read_back.attempt_id, "sending", "sent")
-                    self.changed = True
+                    self._confirmed.append(read_back)
             elif topic.rpartition("/")[0] + "/+" in self._filters:
                 self._meet(topic, raw, retained)
             else:
@@ -4370,6 +4370,10 @@ class Dispatcher:
     def turn(self, now: float) -> None:
         """Give waiting jobs to runners, close those for whom there is none, read back what was sent before us."""
         connection = self._line.connection
+        while self._confirmed:      # (kept for the next turn if the registry is busy or its disk is full)
+            self._registry.move_delivery(*self._confirmed[0][:2], "sending", "sent")
+            self._confirmed.pop(0)
+            self.changed = True
         if connection is None:
             return
         for name, (mid, since) in self._filters.items():
