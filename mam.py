@@ -6101,6 +6101,7 @@ class Runner(Guest):
         self._serving_since: Optional[float] = None  # None: another serves, or that is not known yet
         self._waits_for = ""                         # said once
         self._cancelled: Dict[Tuple[str, int], Dict[str, Any]] = {}     # heard before their dispatch
+        self._received: List[Tuple[str, bytes, bool]] = []   # and not yet looked at
         self._resent_at: Dict[str, float] = {}
         self._drops: Dict[str, int] = {}
         self._took = self._committed = False
@@ -6232,23 +6233,27 @@ class Runner(Guest):
     # -- orders ------------------------------------------------------------------------------------
 
     def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
-        """Presences of others, control, dispatches; what is none of these is not ours."""
+        """Presences of others, control, dispatches; what is none of these is not ours.
+
+        An order that cannot be recorded now is tried again at the next turn, before what came after it: the
+        broker has its acknowledgement already.
+        """
         rest = []
-        for topic, raw, retained in received:
+        self._received += received
+        while self._received:
+            topic, raw, retained = self._received[0]
             kind = topic.rpartition("/")[2]
-            ours = topic.startswith(self._root + "/") and kind in ("control", "dispatch")
             try:
-                if not raw:
-                    continue
                 if topic.startswith(self._root + "-runners/"):
-                    self._meet(topic, raw, retained, time.monotonic())
-                elif not ours:
+                    self._meet(topic, raw, retained, time.monotonic()) if raw else None
+                elif not topic.startswith(self._root + "/") or kind not in ("control", "dispatch"):
                     rest.append((topic, raw, retained))
-                else:
+                elif raw:
                     payload = accept_order(topic, raw, kind, self._options.session, self._keys)
                     (self._control if kind == "control" else self._dispatch)(payload)
             except Rejected as error:
                 self._refused(topic, error)
+            self._received.pop(0)
         return rest
 
     def _refused(self, topic: str, error: Rejected) -> None:
