@@ -2517,7 +2517,7 @@ class Registry:
                 before = self.job(job_id)
                 self._end_attempt(before, "superseded")
                 self._execute("UPDATE events SET owed = 0 WHERE job_id = ? AND owed = 1", (job_id,))
-                self._update_job(before, {**record, **_ATTEMPT_BEGINS, "attempt_id": attempt, "last_seq": seq_base,
+                self._update_job(before, {**_ATTEMPT_BEGINS, **record, "attempt_id": attempt, "last_seq": seq_base,
                                           "transition_seq": before.transition_seq + 1, "clear_owed": 1})
             self._insert_attempt(job_id, attempt, token, seq_base, keys, runner=runner)
             self._log(self.job(job_id), "adopted", "runner", record["title"], {"seq_base": seq_base})
@@ -6119,10 +6119,15 @@ class Runner(Guest):
         """Go on where the runner before was: what it had adopted waits here again, what runs is followed on."""
         for job in self._registry.adopted_jobs():
             self._registry.set_supervisor(job.job_id, keeper_of("runner"))
-            if not job.last_event:
-                self._announce(job)
-            elif job.delivery == "none":
+            if job.last_event and job.delivery == "none":
                 self._registry.arm_beat(job, self._me)
+
+    def _answer(self, job: Job) -> None:
+        if job.delivery == "withheld":
+            record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner", detail=job.detail or "",
+                   attempt=job.attempt_id)
+        else:
+            self._announce(job)
 
     def _announce(self, job: Job) -> None:
         """`started`, with a beat as long as this runner lives: the work may wait for a free slot."""
@@ -6275,24 +6280,22 @@ class Runner(Guest):
             why = "the runner takes no more work"
         attempt = data["attempt_id"]
         key = self._keys[data["kid"]]
-        word = self._registry.adopt(
-            self._record(payload, usable), attempt, data["dispatch_token"], data["seq_base"] if usable else 0,
-            lambda *of: attempt_keys(key, *of), self.id)
-        if word != "adopted":
-            if word != "known":
-                self._refused(dispatch_topic(job_id), Rejected(word, "dispatch of attempt %d is %s" % (attempt, word)))
-            return
-        self._committed = self._took = True
-        job = self._registry.job(job_id)
-        cancelled = self._cancelled.pop((job_id, attempt), None)
+        cancelled = self._cancelled.get((job_id, attempt))
         if cancelled:
+            why = "it was ended before it came: %s" % cancelled["reason"]
+        word = self._registry.adopt(
+            {**self._record(payload, usable), **({"delivery": "withheld", "detail": why} if why else {})}, attempt,
+            data["dispatch_token"], data["seq_base"] if usable else 0, lambda *of: attempt_keys(key, *of), self.id)
+        if word == "adopted":          # what follows from it is done by the next look, even if we die before
+            self._committed = self._took = True
+            log("refused attempt %d of job %s: %s" % (attempt, job_id, why) if why else
+                "took attempt %d of job %s" % (attempt, job_id))
+        elif word != "known":
+            raise Rejected(word, "dispatch of attempt %d is %s" % (attempt, word))
+        job = self._registry.job(job_id)
+        if cancelled and job.attempt_id == attempt:
             self._overrule(job, cancelled)
-        elif why:
-            log("refused attempt %d of job %s: %s" % (attempt, job_id, why))
-            record(self._registry, self._settings, job_id, "spawn_failed", source="runner", detail=why, attempt=attempt)
-        else:
-            log("took attempt %d of job %s" % (attempt, job_id))
-            self._announce(job)
+            del self._cancelled[(job_id, attempt)]
 
     def _record(self, payload: Dict[str, Any], usable: bool) -> Dict[str, Any]:
         """The job of a dispatch as this host keeps it; of one that is refused for its shape, as much as it takes to
@@ -6363,7 +6366,8 @@ class Runner(Guest):
         return committed
 
     def _look(self) -> bool:
-        """Start what waits while a slot is free; close what was to be spawned and has no process."""
+        """Answer what was adopted; start what waits while a slot is free; close what was to be spawned and has no
+        process."""
         committed = False
         before, self._open = self._open, self._registry.adopted_jobs()
         gone = {job.job_id for job in before} - {job.job_id for job in self._open}
@@ -6371,8 +6375,11 @@ class Runner(Guest):
             log("attempt %d of job %s has ended: %s" % (job.attempt_id, job.job_id, job.status))
         leaving = {job_id for job_id, _, _ in self._registry.ended_attempts_at_work()}
         self._at_work = len(leaving)
-        free = self._options.slots - len(leaving) - sum(job.delivery != "none" for job in self._open)
+        free = self._options.slots - len(leaving) - sum(job.delivery in ("sending", "sent") for job in self._open)
         for job in self._open:
+            if not job.last_event:      # adopted just now, or by a runner that died before it could say so
+                committed = True
+                self._answer(job)
             if job.delivery == "sending" and not job.run and (elapsed_s(job.delivered_mono) or 0.0) > SPAWN_WAIT_S:
                 record(self._registry, self._settings, job.job_id, "supervisor_lost", source="runner",
                        attempt=job.attempt_id, last_seq=job.last_seq,
@@ -6405,9 +6412,10 @@ class Runner(Guest):
         """End in good order: what only waits here is answered; what runs goes on, and the daemon follows it."""
         try:
             for job in self._registry.adopted_jobs():
-                if job.delivery == "none":
+                if job.delivery in ("none", "withheld"):
                     record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner",
-                           attempt=job.attempt_id, detail="the runner was ended before it began")
+                           attempt=job.attempt_id, detail=job.delivery == "withheld" and job.detail or
+                           "the runner was ended before it began")
             if self._connection:
                 self._connection.publish([self._presence("offline")])
         except (BrokerError, MamError) as error:
