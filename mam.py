@@ -4411,6 +4411,9 @@ class Dispatcher:
         if not living and len(there) == 1 and not job.runner_wait_s and now - since < PRESENCE_S + SETTLE_S \
                 and not (there[0].presence.pool and now - since < SETTLE_S):      # (news of others may be on its way)
             living = there
+        if living and now - since < PRESENCE_S + SETTLE_S \
+                and self._lowest_load(there, loads) < self._lowest_load(living, loads):
+            return          # one of a pool that has less to do may be about to give its sign of life
         if living:
             self._assign(job, min(living, key=lambda seen: self._load(seen.presence, loads)).presence.runner, loads)
         elif now - since > (PRESENCE_S if there else 0) + SETTLE_S:
@@ -4419,6 +4422,11 @@ class Dispatcher:
                 self.give_up(job.job_id, "nobody serves %s (mam remote list)" % job.agent_session)
             elif waited_s > job.runner_wait_s:
                 self.give_up(job.job_id, "nobody has served %s for %gs" % (job.agent_session, job.runner_wait_s))
+
+    def _lowest_load(self, runners: Sequence[_Seen], loads: Dict[str, int]) -> float:
+        """The lowest load among the runners of a pool; infinity without one."""
+        return min([self._load(seen.presence, loads)[0] for seen in runners if seen.presence.pool],
+                   default=float("inf"))
 
     @staticmethod
     def _load(presence: Presence, loads: Dict[str, int]) -> Tuple[float, str]:
