@@ -864,17 +864,18 @@ def test_an_order_that_comes_while_the_disk_is_full_is_carried_out_later(far: Fa
 
 def test_a_dispatch_read_back_while_the_disk_is_full_is_noted_later(far: Far) -> None:
     """From then on the clocks run. Else a job whose runner is there and says nothing would hang for ever."""
-    far.here = far.fast(far.plain_here, """
+    met = far.plain_here.folder / "met"
+    far.here = far.fast(far.plain_here, f"""
 def once(self, job_id, attempt, before, after, real=mam.Registry.move_delivery):
-    if after == "sent" and not os.path.exists("met"):
-        open("met", "w").close()
+    if after == "sent" and not os.path.exists({str(met)!r}):
+        open({str(met)!r}, "w").close()
         raise mam.MamError("the disk is full", exit=mam.Exit.NOT_RECORDED, code="disk_full")
     return real(self, job_id, attempt, before, after)
 mam.Registry.move_delivery = once
 """)
     far.serve(code="mam.Runner._dispatch = lambda self, payload: None")
     result = far.delegate("x", "--ack-timeout", 1, check=1)
-    assert "agent_blocked" in result.stdout, result
+    assert "agent_blocked" in result.stdout and met.exists(), result
 
 
 def test_what_was_never_answered_is_not_kept_for_ever(far: Far) -> None:
@@ -986,6 +987,85 @@ def test_remote_list_tells_who_serves_and_who_does_not(far_any: Far) -> None:
         far.session, mine, "online", "0", "of"]
     run.kill()
     poll(lambda: far.listed()[mine]["state"] == "offline", UP_S, "by its last will", interval=0.1)
+
+
+# What is known of a runner (beat 5 of instance a, living; the same after its will; nothing), a word of it, and what
+# that tells: None nothing, else its state and whether it lives.
+HEARD = [
+    ("nothing", {}, False, ("online", True)),
+    ("nothing", {}, True, ("online", False)),                      # a will need not fire
+    ("nothing", {"age_s": 3600}, False, ("online", False)),        # brokers can be made to repeat
+    ("nothing", {"age_s": -3600}, False, ("online", False)),
+    ("nothing", {"state": "offline"}, False, ("offline", False)),
+    ("living", {"beat": 6}, False, ("online", True)),
+    ("living", {"beat": 5}, False, None), ("living", {"beat": 4}, False, None),
+    ("living", {"beat": 6}, True, None),                           # it takes no life either
+    ("living", {"beat": 6, "age_s": 3600}, False, None),
+    ("living", {"beat": 1, "instance": "b"}, False, ("online", True)),
+    ("living", {"beat": 9, "instance": "b"}, True, None),
+    ("living", {"beat": 0, "state": "offline"}, False, ("offline", False)),
+    ("living", {"beat": 0, "state": "offline", "instance": "z"}, False, None),       # the will of one before
+    ("gone", {"beat": 5}, False, None), ("gone", {"beat": 6}, False, ("online", True)),
+    ("gone", {"beat": 6}, True, ("online", False)), ("gone", {"beat": 1, "instance": "b"}, False, ("online", True)),
+]
+
+
+@pytest.mark.parametrize("before, word, retained_, told", HEARD)
+def test_what_a_word_of_a_runner_tells(inside: Inside, before: str, word: Dict[str, Any], retained_: bool,
+                                       told: Any) -> None:
+    """A ghost that seems to live is given prompts; a living one that seems dead is given none."""
+    module, now = inside.module, time.monotonic()
+    first = module.Presence("s", "r", "online", "h", "5", 1, 0, False, 1.0, "a", 5, module.utc_now())
+    known = {"nothing": None, "living": module._Seen(first, now - 1),
+             "gone": module._Seen(first._replace(state="offline"), None)}[before]
+    changes = dict(word)
+    presence = first._replace(timestamp=module.utc_text(time.time() - changes.pop("age_s", 0)), **changes)
+    seen = module.heard_anew(known, presence, retained_, now)
+    assert (seen and (seen.presence.state, seen.lives(now))) == told
+    if seen:
+        assert not seen.lives(now + module.SILENT_S)
+
+
+# The clocks of a remote job here, and of the same job as its runner has it (transport local): what is known of it,
+# seconds since its topics are subscribed, and which clocks run.
+LONG_AGO = 50.0
+CLOCKS = [
+    ("looking for a runner", {"delivery": "sending"}, 9.0, []),
+    ("dispatched", {"delivery": "sent"}, 9.0, ["agent_blocked"]),
+    ("dispatched, and nobody listens", {"delivery": "sent"}, None, []),
+    ("adopted", {"delivery": "sent", "started": True}, 9.0, ["unresponsive"]),
+    ("spawned", {"delivery": "sent", "started": True, "claimed": True}, 9.0, ["deadline_timeout", "unresponsive"]),
+    ("spawned, and nobody listens", {"delivery": "sent", "started": True, "claimed": True}, None,
+     ["deadline_timeout"]),
+    ("being checked", {"delivery": "sent", "started": True, "claimed": True, "phase": "validating"}, 9.0,
+     ["deadline_timeout"]),
+    ("heard of before it was read back", {"delivery": "sending", "started": True}, 9.0, ["unresponsive"]),
+    ("there: waits for a slot", {"transport": "local", "delivery": "none", "started": True, "claimed": True,
+                                 "delivered_mono": None}, None, ["unresponsive"]),
+    ("there: runs", {"transport": "local", "delivery": "sent", "started": True, "claimed": True}, None,
+     ["deadline_timeout", "unresponsive"]),
+]
+
+
+@pytest.mark.parametrize("known, subscribed_s, clocks", [row[1:] for row in CLOCKS], ids=[row[0] for row in CLOCKS])
+def test_which_clocks_run_for_a_remote_job(inside: Inside, known: Dict[str, Any], subscribed_s: Any,
+                                           clocks: List[str]) -> None:
+    """One too many closes a job that only waits for a slot; one too few, and it hangs for ever."""
+    module = inside.module
+    moment = f"{module.boot_id()} {time.monotonic() - LONG_AGO:.3f}"
+    changes = dict(known)
+    if changes.pop("started", False):
+        changes["last_event_mono"] = moment
+    if changes.pop("claimed", False):
+        changes["claimed_mono"] = moment
+    job = module.Job(**{**dict.fromkeys(module.Job._fields), "transport": "remote", "runner": "r",
+                        "delivered_mono": moment, "timeout_sec": 60, "idle_timeout_sec": 60, "ack_timeout_sec": 60,
+                        **changes})
+    found = module.limits_of(job, None, 1000.0, subscribed_s)
+    assert sorted(limit.request for limit in found) == clocks
+    for limit in found:      # silence counts only while it was listened to
+        since = LONG_AGO if limit.request == "deadline_timeout" or subscribed_s is None else subscribed_s
+        assert limit.left_s == pytest.approx(60 - since, abs=5)
 
 
 # ---- holes -----------------------------------------------------------------------------------------------------------
