@@ -2531,7 +2531,7 @@ class Registry:
                 before = self.job(job_id)
                 self._end_attempt(before, "superseded")
                 self._execute("UPDATE events SET owed = 0 WHERE job_id = ? AND owed = 1", (job_id,))
-                self._update_job(before, {**record, **_ATTEMPT_BEGINS, "attempt_id": attempt, "last_seq": seq_base,
+                self._update_job(before, {**_ATTEMPT_BEGINS, **record, "attempt_id": attempt, "last_seq": seq_base,
                                           "transition_seq": before.transition_seq + 1, "clear_owed": 1})
             self._insert_attempt(job_id, attempt, token, seq_base, keys, runner=runner)
             self._log(self.job(job_id), "adopted", "runner", record["title"], {"seq_base": seq_base})
@@ -4292,14 +4292,13 @@ class Dispatcher:
         self._keys: Dict[str, str] = {}                       # session: key of its presence
         self._seen: Dict[Tuple[str, str], _Seen] = {}         # by (session, runner)
         self._read_backs: Dict[str, _ReadBack] = {}           # by topic
-        self._confirmed: set = set()                          # those that were read, not yet noted
         self._sent: Dict[str, float] = {}                     # job id: when its dispatch was acknowledged
+        self._confirmed: List[_ReadBack] = []                 # read back, and not yet noted
         self.changed = False                                  # something was committed: the jobs are to be read anew
 
     def connected(self) -> None:
         self._filters.clear()
         self._read_backs.clear()
-        self._confirmed.clear()
         self._sent.clear()
         self._seen = {key: _Seen(seen.presence, None) for key, seen in self._seen.items()}
 
@@ -4360,7 +4359,8 @@ class Dispatcher:
         for topic, raw, retained in received:
             if topic in self._read_backs:
                 if raw == self._read_backs[topic].payload:
-                    self._confirmed.add(topic)
+                    self._confirmed.append(self._read_backs[topic])
+                    self._read(topic)
             elif topic.rpartition("/")[0] + "/+" in self._filters:
                 self._meet(topic, raw, retained)
             else:
@@ -4369,7 +4369,6 @@ class Dispatcher:
 
     def _read(self, topic: str) -> None:
         del self._read_backs[topic]
-        self._confirmed.discard(topic)
         if self._line.connection:
             self._line.connection.unsubscribe([topic])
 
@@ -4395,17 +4394,17 @@ class Dispatcher:
     def turn(self, now: float) -> None:
         """Give waiting jobs to runners, close those for whom there is none, read back what was sent before us."""
         connection = self._line.connection
+        while self._confirmed:      # (kept for the next turn if the registry is busy or its disk is full)
+            self._registry.move_delivery(*self._confirmed[0][:2], "sending", "sent")
+            self._confirmed.pop(0)
+            self.changed = True
         if connection is None:
             return
         for name, (mid, since) in self._filters.items():
             if not since and connection.granted(mid):
                 self._filters[name] = (mid, now)
         for topic, read_back in list(self._read_backs.items()):
-            if topic in self._confirmed:
-                self._registry.move_delivery(read_back.job_id, read_back.attempt_id, "sending", "sent")
-                self.changed = True
-                self._read(topic)
-            elif now >= read_back.until:
+            if now >= read_back.until:
                 self._read(topic)
                 self.give_up(read_back.job_id, "the broker has acknowledged the dispatch and not kept it: may this "
                                                "user publish and read %s?" % topic)
@@ -4436,6 +4435,9 @@ class Dispatcher:
         if not living and len(there) == 1 and not job.runner_wait_s and now - since < PRESENCE_S + SETTLE_S \
                 and not (there[0].presence.pool and now - since < SETTLE_S):      # (news of others may be on its way)
             living = there
+        if living and now - since < PRESENCE_S + SETTLE_S \
+                and self._lowest_load(there, loads) < self._lowest_load(living, loads):
+            return          # one of a pool that has less to do may be about to give its sign of life
         if living:
             self._assign(job, min(living, key=lambda seen: self._load(seen.presence, loads)).presence.runner, loads)
         elif now - since > (PRESENCE_S if there else 0) + SETTLE_S:
@@ -4444,6 +4446,11 @@ class Dispatcher:
                 self.give_up(job.job_id, "nobody serves %s (mam remote list)" % job.agent_session)
             elif waited_s > job.runner_wait_s:
                 self.give_up(job.job_id, "nobody has served %s for %gs" % (job.agent_session, job.runner_wait_s))
+
+    def _lowest_load(self, runners: Sequence[_Seen], loads: Dict[str, int]) -> float:
+        """The lowest load among the runners of a pool; infinity without one."""
+        return min([self._load(seen.presence, loads)[0] for seen in runners if seen.presence.pool],
+                   default=float("inf"))
 
     @staticmethod
     def _load(presence: Presence, loads: Dict[str, int]) -> Tuple[float, str]:
@@ -5120,6 +5127,7 @@ class Daemon:
             if is_left_behind(run):
                 spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
                            supervisor_log(self._registry))
+        self._registry.forget_unanswered(utc_before(ANSWER_WAIT_S))
         self._debts = []
         self._take_up_debts()
         for line in self._lines.values():
@@ -6181,10 +6189,15 @@ class Runner(Guest):
         """Go on where the runner before was: what it had adopted waits here again, what runs is followed on."""
         for job in self._registry.adopted_jobs():
             self._registry.set_supervisor(job.job_id, keeper_of("runner"))
-            if not job.last_event:
-                self._announce(job)
-            elif job.delivery == "none":
+            if job.last_event and job.delivery == "none":
                 self._registry.arm_beat(job, self._me)
+
+    def _answer(self, job: Job) -> None:
+        if job.delivery == "withheld":
+            record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner", detail=job.detail or "",
+                   attempt=job.attempt_id)
+        else:
+            self._announce(job)
 
     def _announce(self, job: Job) -> None:
         """`started`, with a beat as long as this runner lives: the work may wait for a free slot."""
@@ -6342,24 +6355,22 @@ class Runner(Guest):
             why = "the runner takes no more work"
         attempt = data["attempt_id"]
         key = self._keys[data["kid"]]
-        word = self._registry.adopt(
-            self._record(payload, usable), attempt, data["dispatch_token"], data["seq_base"] if usable else 0,
-            lambda *of: attempt_keys(key, *of), self.id)
-        if word != "adopted":
-            if word != "known":
-                self._refused(dispatch_topic(job_id), Rejected(word, "dispatch of attempt %d is %s" % (attempt, word)))
-            return
-        self._committed = self._took = True
-        job = self._registry.job(job_id)
-        cancelled = self._cancelled.pop((job_id, attempt), None)
+        cancelled = self._cancelled.get((job_id, attempt))
         if cancelled:
+            why = "it was ended before it came: %s" % cancelled["reason"]
+        word = self._registry.adopt(
+            {**self._record(payload, usable), **({"delivery": "withheld", "detail": why} if why else {})}, attempt,
+            data["dispatch_token"], data["seq_base"] if usable else 0, lambda *of: attempt_keys(key, *of), self.id)
+        if word == "adopted":          # what follows from it is done by the next look, even if we die before
+            self._committed = self._took = True
+            log("refused attempt %d of job %s: %s" % (attempt, job_id, why) if why else
+                "took attempt %d of job %s" % (attempt, job_id))
+        elif word != "known":
+            raise Rejected(word, "dispatch of attempt %d is %s" % (attempt, word))
+        job = self._registry.job(job_id)
+        if cancelled and job.attempt_id == attempt:
             self._overrule(job, cancelled)
-        elif why:
-            log("refused attempt %d of job %s: %s" % (attempt, job_id, why))
-            record(self._registry, self._settings, job_id, "spawn_failed", source="runner", detail=why, attempt=attempt)
-        else:
-            log("took attempt %d of job %s" % (attempt, job_id))
-            self._announce(job)
+            del self._cancelled[(job_id, attempt)]
 
     def _record(self, payload: Dict[str, Any], usable: bool) -> Dict[str, Any]:
         """The job of a dispatch as this host keeps it; of one that is refused for its shape, as much as it takes to
@@ -6433,7 +6444,8 @@ class Runner(Guest):
         return self._look()
 
     def _look(self) -> bool:
-        """Start what waits while a slot is free; close what was to be spawned and has no process."""
+        """Answer what was adopted; start what waits while a slot is free; close what was to be spawned and has no
+        process."""
         committed = False
         before, self._open = self._open, self._registry.adopted_jobs()
         gone = {job.job_id for job in before} - {job.job_id for job in self._open}
@@ -6441,8 +6453,11 @@ class Runner(Guest):
             log("attempt %d of job %s has ended: %s" % (job.attempt_id, job.job_id, job.status))
         leaving = {job_id for job_id, _, _ in self._registry.ended_attempts_at_work()}
         self._at_work = len(leaving)
-        free = self._options.slots - len(leaving) - sum(job.delivery != "none" for job in self._open)
+        free = self._options.slots - len(leaving) - sum(job.delivery in ("sending", "sent") for job in self._open)
         for job in self._open:
+            if not job.last_event:      # adopted just now, or by a runner that died before it could say so
+                committed = True
+                self._answer(job)
             if job.delivery == "sending" and not job.run and (elapsed_s(job.delivered_mono) or 0.0) > SPAWN_WAIT_S:
                 record(self._registry, self._settings, job.job_id, "supervisor_lost", source="runner",
                        attempt=job.attempt_id, last_seq=job.last_seq,
@@ -6475,9 +6490,10 @@ class Runner(Guest):
         """End in good order: what only waits here is answered; what runs goes on, and the daemon follows it."""
         try:
             for job in self._registry.adopted_jobs():
-                if job.delivery == "none":
+                if job.delivery in ("none", "withheld"):
                     record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner",
-                           attempt=job.attempt_id, detail="the runner was ended before it began")
+                           attempt=job.attempt_id, detail=job.delivery == "withheld" and job.detail or
+                           "the runner was ended before it began")
             if self._connection:
                 self._connection.publish([self._presence("offline")])
         except (BrokerError, MamError) as error:

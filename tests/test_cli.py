@@ -327,6 +327,92 @@ def rows_about_sessions() -> Iterator[Bad]:
                   word="bad_artifact")
 
 
+AWAY = ("delegate", "--agent-session", "remote:gpu1", "--prompt", "x")
+SERVE = ("remote", "run", "--session", "gpu1", "--exec", "true")
+GOOD_SECRET = "0123456789abcdef0123456789abcdef"
+OPEN_BROKER = {"MQTT_BROKER": "127.0.0.1", "MQTT_PORT": "1"}
+# All that remote work needs; nobody listens on that port.
+FAR = {**OPEN_BROKER, "MAM_DISPATCH_SECRET": GOOD_SECRET, "MAM_SESSION_KEY": GOOD_SECRET, "MAM_INSECURE_BROKER": "1"}
+
+
+def but(name: str, value: str = "") -> Dict[str, str]:
+    """What remote work needs, with another value of one variable."""
+    return {**FAR, name: value}
+
+
+def rows_about_secrets() -> Iterator[Bad]:
+    none = ("MAM_DISPATCH_SECRET is not set: jobs for other hosts are signed with keys made from it",
+            "make one with: mam secret new >> .mam.env")
+    unfit = "%s is not fit to make keys from: it must be at least 32 printable ASCII characters without spaces"
+    hint = "`mam secret new` makes one; every host that has the old one needs a new key then"
+    for args in (AWAY, ["remote", "list"], ["secret", "derive", "gpu1"]):
+        yield Bad(args, *none, word="no_secret", env=but("MAM_DISPATCH_SECRET"))
+        for text in (SECRET, SECRET + " " * 20 + SECRET, SECRET * 2 + "\u00e9", SECRET * 2 + "\t"):
+            yield Bad(args, unfit % "MAM_DISPATCH_SECRET", hint, word="bad_secret",
+                      env=but("MAM_DISPATCH_SECRET", text))
+    for name in ("MAM_SESSION_KEY", "MAM_SESSION_KEY_PREVIOUS"):
+        yield Bad(SERVE, unfit % name, hint, word="bad_secret", env=but(name, SECRET))
+    yield Bad(SERVE, unfit % "MAM_DISPATCH_SECRET", hint, word="bad_secret",
+              env={**but("MAM_DISPATCH_SECRET", SECRET), "MAM_SESSION_KEY": ""})
+    yield Bad(SERVE, "MAM_SESSION_KEY is not set: a runner needs the key of its session",
+              "where jobs are delegated: mam secret derive gpu1; that line goes into .mam.env", word="no_secret",
+              env={**but("MAM_SESSION_KEY"), "MAM_DISPATCH_SECRET": ""})
+    for words in (["derive"], ["derive", "a/b"], ["derive", "remote:gpu1"], ["derive", ""], ["derive", "x" * 65]):
+        yield Bad(["secret", *words], "secret derive: name one session, of letters, digits, _ and -",
+                  "mam secret derive gpu1", 64, "usage", env=FAR)
+    yield Bad(["secret", "new", "gpu1"], "secret new: takes no session", "mam secret derive gpu1", 64, "usage")
+    for command in ("secret", "remote"):
+        yield Bad([command], f"{command}: the following arguments are required: action",
+                  f"see: mam {command} --help", 64, "usage")
+        yield Bad([command, "nonsense"], f"~{command}: argument action: invalid choice: 'nonsense' .+",
+                  f"see: mam {command} --help", 64, "usage")
+
+
+def rows_about_other_hosts() -> Iterator[Bad]:
+    broker = ("no broker is set, and a remote session needs one", "set MQTT_BROKER in the environment or in .mam.env")
+    trust = "on a network you trust: --insecure-broker, or MAM_INSECURE_BROKER=1, here and for the runner"
+    login = "password (MQTT_PASSWORD) or client certificate (MQTT_CERTFILE)"
+    lies_open = "the broker 127.0.0.1:1 has no %s: prompts and results would lie open on the way"
+    for args in (AWAY, SERVE, ["remote", "list"]):
+        yield Bad(args, *broker, word="no_broker", env={"MAM_DISPATCH_SECRET": GOOD_SECRET})
+        env = but("MAM_INSECURE_BROKER")
+        yield Bad(args, lies_open % f"TLS (MQTT_TLS) and no {login}", trust, word="insecure_broker", env=env)
+        yield Bad(args, lies_open % "TLS (MQTT_TLS)", trust, word="insecure_broker",
+                  env={**env, "MQTT_USERNAME": "u", "MQTT_PASSWORD": SECRET})
+        yield Bad(args, lies_open % login, trust, word="insecure_broker",
+                  env={**env, "MQTT_TLS": "true", "MAM_INSECURE_BROKER": "no"})
+    for text in ("a/b", "remote:x", "", "x" * 65, "\udcff"):
+        yield Bad(["remote", "run", "--exec", "true", "--session", text],
+                  f"--session {text!r}: a session is 1 to 64 of letters, digits, _ and -", "", 64, "usage", env=FAR)
+    yield Bad(["remote", "run", "--exec", "true"], "--session '': a session is 1 to 64 of letters, digits, _ and -", "",
+              64, "usage", env=FAR)
+    for more in ([], ["--exec", ""], ["--exec", "  "], ["--exec", "\udcff"]):
+        yield Bad(["remote", "run", "--session", "gpu1", *more], "--exec: a runner needs a command, in UTF-8",
+                  "for example: --exec 'claude -p --permission-mode acceptEdits' --stdin", 64, "no_command", env=FAR)
+    yield Bad([*SERVE, "--workdir", "{at}/nosuch"], "--workdir {at}/nosuch: no such folder", word="bad_workdir",
+              env=FAR)
+    for text in ("0", "-1", "1.5", "x", "\u00b2"):
+        yield Bad([*SERVE, "--parallel=" + text], f"~remote: argument --parallel: '{text}' is not a positive .+",
+                  "see: mam remote --help", 64, "usage", env=FAR)
+    yield Bad(["remote", "list"], "cannot connect to 127.0.0.1:1: Connection refused",
+              "check MQTT_BROKER and MQTT_PORT", 3, "broker", env=FAR)
+    yield Bad([*AWAY, "--exec", "true"], "--exec goes with an exec: session, not with remote:gpu1", "", 64, env=FAR)
+    for text in ("0", "-1", "x", "nan", "inf"):
+        yield Bad([*AWAY, "--wait-for-runner=" + text], f"~delegate: argument --wait-for-runner: '{text}' is not .+",
+                  "see: mam delegate --help", 64, "usage", env=FAR)
+    yield Bad([*DELEGATE, "--wait-for-runner", "5"], "--wait-for-runner goes with a remote: session, not with exec:x",
+              "", 64, "usage")
+    elsewhere = "put the long part where the runner's host finds it, and name that place in the prompt"
+    yield Bad(["delegate", "--agent-session", "remote:gpu1", "--prompt-file", "-"],
+              "the prompt takes 315396 bytes in a dispatch, and 262144 are allowed", elsewhere, word="too_large",
+              env=FAR, stdin=b"x" * 300 * 1024)
+    yield Bad(AWAY, "the prompt takes 8197 bytes in a dispatch, and 8000 are allowed", elsewhere, word="too_large",
+              env=but("MAM_MAX_DISPATCH_BYTES", "8000"))
+    for text in ("x", "0", "-5", "1.5"):
+        yield Bad(AWAY, f"~MAM_MAX_DISPATCH_BYTES is '{re.escape(text)}': it must be a positive whole number",
+                  word="bad_value", env=but("MAM_MAX_DISPATCH_BYTES", text))
+
+
 def rows_about_registries() -> Iterator[Bad]:
     move = "keep a copy of the folder, then move mam.db, mam.db-wal and mam.db-shm away; a new one is made"
     messages = {
@@ -352,7 +438,7 @@ def rows_about_registries() -> Iterator[Bad]:
 
 
 ROWS = [*rows_about_jobs(), *rows_about_data(), *rows_about_texts(), *rows_about_configuration(), *rows_about_usage(),
-        *rows_about_sessions(), *rows_about_registries()]
+        *rows_about_sessions(), *rows_about_secrets(), *rows_about_other_hosts(), *rows_about_registries()]
 
 
 def matches(wanted: str, text: str) -> bool:
@@ -495,7 +581,8 @@ def test_every_command_takes_json(ground: Mam, command: str) -> None:
         "register": ["--prompt", ""], "delegate": ["--prompt", "", "--agent-session", "exec:x"],
         "submit": ["--prompt", "", "--agent-session", "exec:x"], "publish": ["nosuch", "--event", "error"],
         "subscribe": ["--job", "nosuch"], "status": ["nosuch", "--set", "error"],
-        "close": ["nosuch", "--request", "cancelled"]}.get(command, ["nosuch"]), cwd=ground.folder,
+        "close": ["nosuch", "--request", "cancelled"], "remote": ["list"],
+        "secret": ["derive"]}.get(command, ["nosuch"]), cwd=ground.folder,
         env={"MAM_REGISTRY_DIR": str(ground.registry_dir)})
     assert "unrecognized arguments" not in error.stdout, error
     assert list(error.json()["error"]) == ["code", "message", "hint"], error
@@ -714,6 +801,21 @@ def test_help_lists_every_command_once(mam: Mam) -> None:
     assert re.findall(r"^  ([a-z][\w-]*)  ", mam("help", "v4", check=0).stdout, re.MULTILINE) == V4_COMMANDS
     assert "Exit codes: 0 done" in main.stdout and "_run" not in main.stdout
     assert mam("--version", check=0).stdout == "mam 5.0.0\n"
+    assert not mam.registry_dir.exists()
+
+
+def test_secret_makes_lines_for_an_env_file(mam: Mam) -> None:
+    """Appended to .mam.env as they are; each new secret is another, the key of a session is always the same."""
+    made = [mam("secret", "new", check=0).stdout for _ in range(2)]
+    assert all(re.fullmatch(r"MAM_DISPATCH_SECRET=[\w-]{43}\n", line) for line in made) and made[0] != made[1]
+    assert mam("secret", "new", "--json", check=0).json().keys() == {"name", "value"}
+    (mam.workspace / ".mam.env").write_text(made[0])
+    keys = {session: mam("secret", "derive", session, check=0) for session in ("gpu1", "gpu2")}
+    assert all(re.fullmatch(r"MAM_SESSION_KEY=[\w-]{43}\n", done.stdout) for done in keys.values())
+    assert keys["gpu1"].stdout != keys["gpu2"].stdout
+    again = mam("secret", "derive", "gpu1", "--json", check=0).json()
+    assert f"{again['name']}={again['value']}\n" == keys["gpu1"].stdout
+    assert made[0].split("=")[1].strip() not in keys["gpu1"].stdout + keys["gpu1"].stderr
     assert not mam.registry_dir.exists()
 
 

@@ -154,6 +154,20 @@ class Far:
         path = (host or self.there).workspace / name
         return path.read_text().splitlines() if path.exists() else []
 
+    def order(self, script: str, job_id: str, now: float, attempt: int = 1, contract: Any = None,
+              **data: Any) -> Tuple[str, bytes]:
+        """A dispatch, signed as this host would, of a job that it knows nothing of: (topic, payload)."""
+        made = self.module.attempt_keys(self.key, job_id, attempt, "t" * 32)[1]
+        issued_at = self.module.utc_text(now)
+        terms = {"agent": "a", "role": "r", "timeout_sec": 60, "idle_timeout_sec": 60, "heartbeat_sec": 30,
+                 "heartbeat_misses": 4, "ack_timeout_sec": 60, "artifacts": []}
+        fields = {"dispatch_token": "t" * 32, "attempt_id": attempt, "kid": made["kid"], "session": self.session,
+                  "runner": self.runner_id(), "seq_base": 0, "issued_at": issued_at,
+                  "expires_at": self.module.utc_text(now + 60), "prompt": script,
+                  "contract": terms if contract is None else {**terms, **contract}, **data}
+        payload = self.module.event_payload(job_id, 0, "dispatch", issued_at, "", fields)
+        return self.topic(job_id, "dispatch"), self.module.sign(payload, made["control"])
+
     def go(self, host: Optional[Mam] = None) -> None:
         """Let what holds go on."""
         ((host or self.there).workspace / "go").touch()
@@ -332,7 +346,7 @@ def test_once_takes_one_job_and_leaves(far: Far) -> None:
     job_id = far.detach(HOLD + "echo ran >> ran")
     far.wait_spawned(job_id)
     refused = far.delegate("echo ran >> ran")
-    assert refused.code == 1 and "remote:" + far.session in refused.stdout, refused
+    assert refused.code == 1 and ("nobody serves" in refused.stdout or "takes no more work" in refused.stdout), refused
     far.go()
     assert run.wait().code == 0
     assert far.wait_here(job_id, lambda job: job.finished_at).status == "completed"
@@ -411,6 +425,33 @@ def test_killed_while_it_starts_the_command_it_never_starts_it_again(far: Far, w
     assert far.ran() == [] and far.far_job(job_id).status == "error"
 
 
+def test_a_runner_follows_on_what_the_last_one_left_running(far: Far) -> None:
+    """After a SIGTERM an ordinary daemon looks after it; the next runner takes its place, and counts the slot."""
+    first = far.serve()
+    job_id = far.detach(HOLD + "echo ran >> ran")
+    far.wait_spawned(job_id)
+    assert first.stop().code == 0
+    poll(lambda: json.loads((far.far_rows("SELECT value FROM meta WHERE key = 'daemon'") or [["{}"]])[0][0]), UP_S,
+         "a daemon")
+    far.serve()
+    waiting = far.detach("echo next >> ran")
+    far.wait_here(waiting, lambda job: job.last_event == "started")
+    assert far.listed()[far.runner_id()]["busy"] == 2
+    assert far.far_job(waiting).delivery == "none"
+    far.go()
+    for one in (job_id, waiting):
+        assert far.wait_here(one, lambda job: job.finished_at).status == "completed"
+    assert far.ran() == ["ran", "next"]
+
+
+def test_a_delegator_killed_before_it_handed_over_loses_nothing(far: Far) -> None:
+    far.serve()
+    run = far.fast(far.plain_here, f"mam._hand_over = lambda *of: {DIE}").popen(*far.words("echo ran >> ran"))
+    poll(lambda: run.code is not None, UP_S, "dead")
+    job_id = far.post.rows("SELECT job_id FROM jobs")[0][0]
+    assert far.wait_here(job_id, lambda job: job.finished_at).status == "completed" and far.ran() == ["ran"]
+
+
 def test_work_outlives_its_runner_and_is_reported(far_any: Far) -> None:
     """kill -9 of the runner costs nothing: the command's own supervisor reports, and the next runner follows it on."""
     far = far_any
@@ -450,6 +491,23 @@ def test_killed_with_the_commands_supervisor_the_work_is_ended_and_closed(far: F
     assert (job.status, job.reason) == ("error", "supervisor_lost")
     poll(lambda: not far.commands(job_id), UP_S, "the command is gone")
     assert far.ran() == ["ran"]
+
+
+EXPIRED_S = 7200
+
+
+def test_killed_between_adoption_and_refusal_it_does_not_run_when_it_comes_back(far: Far) -> None:
+    """Yesterday's dispatch was not to run; a crash at the wrong moment must not make it."""
+    run = far.serve(code=f"mam.Runner._answer = lambda self, job: {DIE}")
+    with Observer(far.broker, far.root + "/#") as watcher:
+        watcher.publish(*far.order("echo never >> ran", "old", time.time() - EXPIRED_S))
+        poll(lambda: run.code is not None, UP_S, "dead")
+        assert far.far_job("old").status == "pending"
+        far.serve()
+        answer = watcher.wait_for(lambda m: m.topic == far.topic("old", "events") and m.payload, UP_S).json()
+    assert answer["event"] == "error" and answer["data"]["reason"] == "spawn_failed"
+    assert "was good until" in answer["detail"]
+    assert far.delegate("echo next >> ran", check=0) and far.ran() == ["next"]
 
 
 # ---- several runners -------------------------------------------------------------------------------------------------
@@ -607,6 +665,25 @@ def test_cancel_reaches_the_runner_and_is_answered(far_any: Far) -> None:
     assert far.delegate("echo more >> ran", check=0) and far.ran() == ["ran", "more"], "the slot is free again"
 
 
+@pytest.mark.parametrize("words, ended", [
+    (["close", "--request", "unresponsive"], ("error", "unresponsive")),
+    (["status", "--set", "completed"], ("completed", "operator")),
+    (["status", "--set", "error"], ("error", "operator"))], ids=lambda value: str(value[-1]))
+def test_whatever_ends_a_job_here_ends_its_work_there(far: Far, words: List[str], ended: Tuple[str, str]) -> None:
+    """An operator's word is obeyed on both hosts: the two must not tell different stories for ever."""
+    far.serve()
+    job_id = far.detach("echo ran >> ran\n" + HOLD)
+    far.wait_spawned(job_id)
+    far.here(words[0], job_id, *words[1:], check=0)
+    job = far.wait_far(job_id, lambda job: job.finished_at)
+    assert (job.status, job.reason) == ended
+    poll(lambda: not far.commands(job_id), UP_S, "the command is gone")
+    far.wait_kept(job_id)
+    assert (far.post.job(job_id).status, far.post.job(job_id).reason) == ended
+    state = json.loads(retained(far.broker, far.topic(job_id, "state")) or b"{}")
+    assert (state["status"], state["data"]["reason"]) == ended
+
+
 def test_a_job_that_waits_for_a_slot_is_cancelled_and_never_runs(far: Far) -> None:
     far.serve()
     first = far.detach(HOLD)
@@ -679,6 +756,154 @@ def test_a_denied_dispatch_is_noticed(make_far: Callable[[Broker], Far], own_bro
     result = far.delegate("echo never >> ran", check=1)
     assert "the broker has acknowledged the dispatch and not kept it" in result.stdout
     assert "/dispatch" in result.stdout and far.ran() == []
+
+
+NOW_S = time.time()
+HOSTILE_ORDERS = [   # what a dispatch for this runner has instead, and what its answer says
+    ({"now": NOW_S - EXPIRED_S}, "was good until"), ({"now": NOW_S + 3 * EXPIRED_S}, "set the clocks"),
+    ({"contract": {"timeout_sec": -1}}, "timeout_sec"), ({"contract": {"heartbeat_misses": "4"}}, "heartbeat_misses"),
+    ({"contract": {"artifacts": ["../../etc/passwd"]}}, "no relative paths"),
+    ({"contract": {"artifacts": ["/etc/passwd"]}}, "no relative paths"), ({"prompt": None}, "no prompt"),
+    ({"seq_base": -1}, "seq_base"), ({"expires_at": 5}, "no issued_at or expires_at"),
+]
+
+
+def test_an_order_that_cannot_be_carried_out_is_answered_with_why(far: Far) -> None:
+    """In words, with the key of the attempt: who sent it must not wait for its clocks, nor guess."""
+    far.serve()
+    with Observer(far.broker, far.root + "/#") as watcher:
+        for number, (changes, _) in enumerate(HOSTILE_ORDERS):
+            watcher.publish(*far.order("echo never >> ran", f"j{number}", **{"now": time.time(), **changes}))
+        for number, (_, said) in enumerate(HOSTILE_ORDERS):
+            message = watcher.wait_for(lambda m: m.topic == far.topic(f"j{number}", "events") and m.payload, UP_S)
+            event_key = far.module.attempt_keys(far.key, f"j{number}", 1, "t" * 32)[0]
+            payload, _text = far.module.accept_message(message.topic, message.payload, f"{far.root}/j{number}",
+                                                       "events", {1: ("t" * 32, event_key)})
+            assert payload["data"]["reason"] == "spawn_failed" and said in payload["detail"], payload
+    assert far.delegate("echo next >> ran", check=0) and far.ran() == ["next"]
+
+
+def test_an_order_that_is_repeated_runs_once(far: Far, observe: Callable[..., Observer]) -> None:
+    """A broker, or somebody who recorded it, may send it again: while it runs, and when it is done."""
+    watcher = observe(far.broker, far.root + "/#")
+    far.serve("--parallel", 4)
+    job_id = far.detach("echo ran >> ran\n" + HOLD)
+    order = watcher.wait_for(lambda m: m.topic == far.topic(job_id, "dispatch") and m.payload, UP_S)
+    far.wait_spawned(job_id)
+    for _ in range(3):
+        watcher.publish(order.topic, order.payload)
+    far.go()
+    assert far.wait_here(job_id, lambda job: job.finished_at).status == "completed"
+    watcher.publish(order.topic, order.payload)
+    watcher.publish(*far.order("echo replaced >> ran", job_id, time.time()))       # another token: a conflict
+    assert far.delegate("echo next >> ran", check=0) and far.ran() == ["ran", "next"]
+    assert "is conflict" in far.there.background[-1].stderr
+
+
+def test_nothing_on_the_wire_ends_a_runner_or_a_daemon(far_any: Far) -> None:
+    """Anybody who may publish could stop all work, else."""
+    far = far_any
+    run = far.serve()
+    job_id = far.detach(HOLD + "echo ran >> ran")
+    far.wait_spawned(job_id)
+    daemon = far.post.pid()
+    good = json.loads(far.order("x", "j1", time.time())[1])
+    odd = [{**good, "data": {**good["data"], **change}} for change in (
+        {"kid": [1]}, {"kid": {}}, {"kid": None}, {"session": []}, {"attempt_id": 2 ** 53}, {"attempt_id": "1"},
+        {"dispatch_token": []}, {"hmac_sig": 5}, {"hmac_sig": "\u00e9" * 64})]
+    raws = [b"", b"\xff", b"null", b"[" * 5000, b"{}", b'{"data":{}}', b"x" * 300000, *[
+        json.dumps(one).encode() for one in odd]]
+    ghost = json.loads(far.presence("f" * 16)[1])
+    raws += [json.dumps({**ghost, "data": {**ghost["data"], name: value}}).encode()
+             for name in ("session", "runner", "instance", "beat") for value in (None, [], {}, 1e300)]
+    topics = [far.topic("j1", "dispatch"), far.topic("j1", "control"), far.topic(job_id, "control"),
+              far.topic(job_id, "events"), far.topic(job_id, "state"), far.presence_topic("f" * 16),
+              far.topic("\u00e9", "control")]
+    if far.broker.kind == "mosquitto":                # the other ends the connection of who publishes there
+        topics.append(far.topic("a b", "dispatch"))
+    with Observer(far.broker, None) as client:
+        for raw in raws:
+            for topic in topics:
+                client.publish(topic, raw, wait=False)
+        client.publish(far.topic("j1", "dispatch"), b"the last of it")
+    assert run.code is None
+    far.go()
+    assert far.wait_here(job_id, lambda job: job.finished_at).status == "completed"
+    assert far.delegate("echo ran >> ran", check=0) and far.ran() == ["ran"] * 2
+    assert run.code is None and far.post.pid() == daemon, far.describe()
+
+
+# The registry's writer lock is refused as on a full disk while the file FLAG is there.
+FULL_DISK = """
+import sqlite3
+def full(self, sql, params=(), real=mam.Registry._execute):
+    if sql == "BEGIN IMMEDIATE" and os.path.exists({flag!r}):
+        open({flag!r} + ".met", "w").close()
+        raise self._sql_error(sqlite3.OperationalError("database or disk is full"))
+    return real(self, sql, params)
+mam.Registry._execute = full
+"""
+
+
+def test_an_order_that_comes_while_the_disk_is_full_is_carried_out_later(far: Far) -> None:
+    """The broker has its acknowledgement and does not send it again: forgotten, the job would die of T."""
+    flag = far.there.folder / "full"
+    far.serve(code=FULL_DISK.format(flag=str(flag)))
+    job_id = unique("full")
+    with Observer(far.broker, None) as client:
+        order = far.order("echo ran >> ran", job_id, time.time())
+        flag.touch()
+        client.publish(*order)
+        poll((flag.parent / "full.met").exists, UP_S, "it tried")
+        client.publish(*far.order("echo and >> ran", job_id + "2", time.time()))
+        flag.unlink()
+        far.wait_far(job_id + "2", lambda job: job.finished_at)
+        far.wait_far(job_id, lambda job: job.finished_at)
+    assert sorted(far.ran()) == ["and", "ran"]
+
+
+def test_a_dispatch_read_back_while_the_disk_is_full_is_noted_later(far: Far) -> None:
+    """From then on the clocks run. Else a job whose runner is there and says nothing would hang for ever."""
+    met = far.plain_here.folder / "met"
+    far.here = far.fast(far.plain_here, f"""
+def once(self, job_id, attempt, before, after, real=mam.Registry.move_delivery):
+    if after == "sent" and not os.path.exists({str(met)!r}):
+        open({str(met)!r}, "w").close()
+        raise mam.MamError("the disk is full", exit=mam.Exit.NOT_RECORDED, code="disk_full")
+    return real(self, job_id, attempt, before, after)
+mam.Registry.move_delivery = once
+""")
+    far.serve(code="mam.Runner._dispatch = lambda self, payload: None")
+    result = far.delegate("x", "--ack-timeout", 1, check=1)
+    assert "agent_blocked" in result.stdout and met.exists(), result
+
+
+def test_what_was_never_answered_is_not_kept_for_ever(far: Far) -> None:
+    """A runner that is gone for good: after a day the broker keeps nothing for it, and the daemon may leave."""
+    far.here = far.fast(far.plain_here, "mam.ANSWER_WAIT_S = 1.0\nmam.IDLE_LEAVE_S = 0.5")
+    far.haunt("0123456789abcdef")
+    result = far.delegate("x", check=1)
+    job_id = result.stdout.splitlines()[-1].split("job=")[1].split()[0]
+    far.wait_kept(job_id)
+    far.post.wait_gone()
+
+
+def test_a_runner_that_the_broker_refuses_says_so(make_far: Callable[[Broker], Far], own_broker: Any) -> None:
+    """Exit 3 and what to look at, not a process that tries for ever and looks alive."""
+    far = make_far(own_broker("mosquitto", user="mam", password="pw"))
+    host = far.fast(far.there, "mam.BACKOFF_BASE_S = mam.BACKOFF_MAX_S = 0.1")
+    result = host("remote", "run", "--session", far.session, "--exec", "sh", check=3, env={"MQTT_PASSWORD": "wrong"})
+    assert "mam: check .mam.env on this host" in result.stderr and "wrong" not in result.stderr
+
+
+def test_a_runner_with_the_key_of_another_session_serves_nobody(far: Far) -> None:
+    """Its presence counts for nothing, so no prompt goes there; and `remote list` hints at it."""
+    far.there.env["MAM_SESSION_KEY"] = far.module.session_key(SECRET, "another")
+    far.serve()
+    assert "nobody serves" in far.delegate("echo never >> ran", check=1).stdout
+    listed = far.here("remote", "list", "--json", check=0)
+    assert listed.json() == [] and "1 more are signed with another secret" in listed.stderr
+    assert far.ran() == []
 
 
 # ---- what is checked where -------------------------------------------------------------------------------------------
@@ -762,6 +987,85 @@ def test_remote_list_tells_who_serves_and_who_does_not(far_any: Far) -> None:
         far.session, mine, "online", "0", "of"]
     run.kill()
     poll(lambda: far.listed()[mine]["state"] == "offline", UP_S, "by its last will", interval=0.1)
+
+
+# What is known of a runner (beat 5 of instance a, living; the same after its will; nothing), a word of it, and what
+# that tells: None nothing, else its state and whether it lives.
+HEARD = [
+    ("nothing", {}, False, ("online", True)),
+    ("nothing", {}, True, ("online", False)),                      # a will need not fire
+    ("nothing", {"age_s": 3600}, False, ("online", False)),        # brokers can be made to repeat
+    ("nothing", {"age_s": -3600}, False, ("online", False)),
+    ("nothing", {"state": "offline"}, False, ("offline", False)),
+    ("living", {"beat": 6}, False, ("online", True)),
+    ("living", {"beat": 5}, False, None), ("living", {"beat": 4}, False, None),
+    ("living", {"beat": 6}, True, None),                           # it takes no life either
+    ("living", {"beat": 6, "age_s": 3600}, False, None),
+    ("living", {"beat": 1, "instance": "b"}, False, ("online", True)),
+    ("living", {"beat": 9, "instance": "b"}, True, None),
+    ("living", {"beat": 0, "state": "offline"}, False, ("offline", False)),
+    ("living", {"beat": 0, "state": "offline", "instance": "z"}, False, None),       # the will of one before
+    ("gone", {"beat": 5}, False, None), ("gone", {"beat": 6}, False, ("online", True)),
+    ("gone", {"beat": 6}, True, ("online", False)), ("gone", {"beat": 1, "instance": "b"}, False, ("online", True)),
+]
+
+
+@pytest.mark.parametrize("before, word, retained_, told", HEARD)
+def test_what_a_word_of_a_runner_tells(inside: Inside, before: str, word: Dict[str, Any], retained_: bool,
+                                       told: Any) -> None:
+    """A ghost that seems to live is given prompts; a living one that seems dead is given none."""
+    module, now = inside.module, time.monotonic()
+    first = module.Presence("s", "r", "online", "h", "5", 1, 0, False, 1.0, "a", 5, module.utc_now())
+    known = {"nothing": None, "living": module._Seen(first, now - 1),
+             "gone": module._Seen(first._replace(state="offline"), None)}[before]
+    changes = dict(word)
+    presence = first._replace(timestamp=module.utc_text(time.time() - changes.pop("age_s", 0)), **changes)
+    seen = module.heard_anew(known, presence, retained_, now)
+    assert (seen and (seen.presence.state, seen.lives(now))) == told
+    if seen:
+        assert not seen.lives(now + module.SILENT_S)
+
+
+# The clocks of a remote job here, and of the same job as its runner has it (transport local): what is known of it,
+# seconds since its topics are subscribed, and which clocks run.
+LONG_AGO = 50.0
+CLOCKS = [
+    ("looking for a runner", {"delivery": "sending"}, 9.0, []),
+    ("dispatched", {"delivery": "sent"}, 9.0, ["agent_blocked"]),
+    ("dispatched, and nobody listens", {"delivery": "sent"}, None, []),
+    ("adopted", {"delivery": "sent", "started": True}, 9.0, ["unresponsive"]),
+    ("spawned", {"delivery": "sent", "started": True, "claimed": True}, 9.0, ["deadline_timeout", "unresponsive"]),
+    ("spawned, and nobody listens", {"delivery": "sent", "started": True, "claimed": True}, None,
+     ["deadline_timeout"]),
+    ("being checked", {"delivery": "sent", "started": True, "claimed": True, "phase": "validating"}, 9.0,
+     ["deadline_timeout"]),
+    ("heard of before it was read back", {"delivery": "sending", "started": True}, 9.0, ["unresponsive"]),
+    ("there: waits for a slot", {"transport": "local", "delivery": "none", "started": True, "claimed": True,
+                                 "delivered_mono": None}, None, ["unresponsive"]),
+    ("there: runs", {"transport": "local", "delivery": "sent", "started": True, "claimed": True}, None,
+     ["deadline_timeout", "unresponsive"]),
+]
+
+
+@pytest.mark.parametrize("known, subscribed_s, clocks", [row[1:] for row in CLOCKS], ids=[row[0] for row in CLOCKS])
+def test_which_clocks_run_for_a_remote_job(inside: Inside, known: Dict[str, Any], subscribed_s: Any,
+                                           clocks: List[str]) -> None:
+    """One too many closes a job that only waits for a slot; one too few, and it hangs for ever."""
+    module = inside.module
+    moment = f"{module.boot_id()} {time.monotonic() - LONG_AGO:.3f}"
+    changes = dict(known)
+    if changes.pop("started", False):
+        changes["last_event_mono"] = moment
+    if changes.pop("claimed", False):
+        changes["claimed_mono"] = moment
+    job = module.Job(**{**dict.fromkeys(module.Job._fields), "transport": "remote", "runner": "r",
+                        "delivered_mono": moment, "timeout_sec": 60, "idle_timeout_sec": 60, "ack_timeout_sec": 60,
+                        **changes})
+    found = module.limits_of(job, None, 1000.0, subscribed_s)
+    assert sorted(limit.request for limit in found) == clocks
+    for limit in found:      # silence counts only while it was listened to
+        since = LONG_AGO if limit.request == "deadline_timeout" or subscribed_s is None else subscribed_s
+        assert limit.left_s == pytest.approx(60 - since, abs=5)
 
 
 # ---- holes -----------------------------------------------------------------------------------------------------------
