@@ -6430,7 +6430,7 @@ class Runner(Guest):
             {**self._record(payload, usable), **({"delivery": "withheld", "detail": why} if why else {})}, attempt,
             data["dispatch_token"], data["seq_base"] if usable else 0, lambda *of: attempt_keys(key, *of), self.id)
         if word == "adopted":          # what follows from it is done by the next look, even if we die before
-            self._committed = self._took = True
+            self._took, self._look_at = True, 0.0
             log("refused attempt %d of job %s: %s" % (attempt, job_id, why) if why else
                 "took attempt %d of job %s" % (attempt, job_id))
         elif word != "known":
@@ -6502,7 +6502,7 @@ class Runner(Guest):
         elif connection and (now >= self._presence_at or self._busy() != self._said_busy and
                              now > self._presence_at - PRESENCE_S + LOOK_S):
             self._say_presence(now)
-        if self._committed:          # what was said goes out first: starting a process takes its time
+        if self._committed:
             self._committed, self._look_at = False, 0.0
             return True
         version = self._registry.data_version()
@@ -6514,18 +6514,21 @@ class Runner(Guest):
     def _look(self) -> bool:
         """Answer what was adopted; start what waits while a slot is free; close what was to be spawned and has no
         process."""
-        committed = False
         before, self._open = self._open, self._registry.adopted_jobs()
         gone = {job.job_id for job in before} - {job.job_id for job in self._open}
         for job in self._registry.jobs_by_id(sorted(gone)):
             log("attempt %d of job %s has ended: %s" % (job.attempt_id, job.job_id, job.status))
         leaving = {job_id for job_id, _, _ in self._registry.ended_attempts_at_work()}
         self._at_work = len(leaving)
+        fresh = [job for job in self._open if not job.last_event]      # of a runner that died before it said so, too
+        for job in fresh:
+            self._answer(job)
+        if fresh:                    # what was said goes out first: starting a process takes its time
+            self._look_at = 0.0
+            return True
+        committed = False
         free = self._options.slots - len(leaving) - sum(job.delivery in ("sending", "sent") for job in self._open)
         for job in self._open:
-            if not job.last_event:      # adopted just now, or by a runner that died before it could say so
-                committed = True
-                self._answer(job)
             if job.delivery == "sending" and not job.run and (elapsed_s(job.delivered_mono) or 0.0) > SPAWN_WAIT_S:
                 record(self._registry, self._settings, job.job_id, "supervisor_lost", source="runner",
                        attempt=job.attempt_id, last_seq=job.last_seq,
