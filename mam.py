@@ -145,6 +145,7 @@ CLOCK_SKEW_S = 300.0                 # by which the clocks of two hosts may diff
 ANSWER_WAIT_S = 86400.0              # a runner that was told of an end is listened to for this long
 CANCEL_WAIT_S = 6.0                  # `mam cancel` waits this long for the runner's answer
 SPAWN_WAIT_S = 30.0                  # a command that was to be spawned and has no process by then never gets one
+CANCELLED_COUNT = 100000             # cancels that a runner remembers until their dispatch comes
 MIN_SECRET_CHARS = 32                # of MAM_DISPATCH_SECRET: 128 bits even if written in hex
 DISPATCH_ROOM_BYTES = 8 * 1024       # what a dispatch needs beside the prompt
 REPUBLISH_S = 86400.0                # a broker without memory gets the states of jobs that ended since
@@ -212,8 +213,11 @@ class EnvFileError(MamError):
         super().__init__("ERROR: %s: cannot read (%s)" % (path, why), code="env_file")
 
 
-class Terminated(Exception):
-    """SIGTERM arrived; raised in the main thread so that every path can finish up."""
+class Terminated(BaseException):
+    """SIGTERM arrived; raised in the main thread so that every path can finish up.
+
+    Like KeyboardInterrupt it is no Exception: nothing that deals with failures may take it for one.
+    """
 
 
 # ==============================================================================
@@ -1932,6 +1936,12 @@ class Registry:
             (job.job_id, attempt or job.attempt_id, event, source, utc_now(), utc_now(True), detail,
              compact_json(data)))
 
+    def _log_once(self, job: Job, event: str, detail: str, data: Dict[str, Any], attempt: int) -> None:
+        """The same for what came over the wire, which may come again and again: a broker can be made to repeat."""
+        if not self._execute("SELECT 1 FROM events WHERE job_id = ? AND attempt_id = ? AND seq IS NULL AND event = ? "
+                             "AND payload = ? LIMIT 1", (job.job_id, attempt, event, compact_json(data))):
+            self._log(job, event, "remote", detail, data, attempt)
+
     def note(self, job_id: str, event: str, source: str, detail: str, data: Optional[Dict[str, Any]] = None) -> None:
         """Keep something worth knowing in a job's log, in a transaction of its own."""
         with self.write():
@@ -2103,6 +2113,8 @@ class Registry:
     def _redispatch(self, job: Job, source: str, fields: Dict[str, Any]) -> None:
         """Open the next attempt: new tokens, no beat, and nothing more of the old one travels."""
         self._recall(job, "cancelled", "superseded")
+        self._execute("UPDATE attempts SET control = ?, control_mail = ? WHERE job_id = ? AND control_mail IN (?, ?)",
+                      (_SUPERSEDED % utc_now(), OWED, job.job_id, OWED, KEPT))      # of the attempts before, too
         self._end_attempt(job, "superseded")
         attempt = max(job.attempt_id + 1, int(fields.get("attempt_id") or 0))
         self._insert_attempt(job.job_id, attempt, random_hex(32), job.last_seq, fields.get("keys"))
@@ -2452,6 +2464,9 @@ class Registry:
         with self.write(durable=False):
             self._execute("UPDATE attempts SET %s = ? WHERE job_id = ? AND attempt_id = ? AND %s = ?" % (
                 column, column), (after, job_id, attempt, before))
+            if what == "clear_control":      # whose topic was an older one's too, which is not answered yet
+                self._execute("UPDATE attempts SET control_mail = ? WHERE job_id = ? AND attempt_id < ? "
+                              "AND control_mail = ?", (OWED, job_id, attempt, KEPT))
 
     def owe_mails_again(self) -> None:
         """Owe what runners have not answered yet: a broker may have lost it. The same bytes, so it does no harm."""
@@ -2531,9 +2546,8 @@ class Registry:
                 self._execute("INSERT INTO jobs(%s) VALUES(%s)" % (", ".join(columns), ", ".join("?" * len(columns))),
                               tuple(columns.values()))
             else:
-                before = self.job(job_id)
+                before = self.job(job_id)          # what its worker said and is still owed goes out all the same
                 self._end_attempt(before, "superseded")
-                self._execute("UPDATE events SET owed = 0 WHERE job_id = ? AND owed = 1", (job_id,))
                 self._update_job(before, {**_ATTEMPT_BEGINS, **record, "attempt_id": attempt, "last_seq": seq_base,
                                           "transition_seq": before.transition_seq + 1, "clear_owed": 1})
             self._insert_attempt(job_id, attempt, token, seq_base, keys, runner=runner)
@@ -2557,14 +2571,18 @@ class Registry:
             self._execute("UPDATE events SET owed = 1 WHERE job_id = ? AND attempt_id = ? AND seq >= ? AND EXISTS "
                           "(SELECT 1 FROM jobs WHERE job_id = ? AND attempt_id = ? AND wire IS NOT NULL)",
                           (job_id, attempt, seq, job_id, attempt))
-            return int(self._execute("SELECT changes()")[0][0])
+            found = int(self._execute("SELECT changes()")[0][0])
+            self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ? AND attempt_id = ? "
+                          "AND reason IS NOT 'superseded'", (job_id, attempt))
+            return found
 
     def owe_answer(self, job_id: str, attempt: int) -> None:
         """Owe the last event of an attempt and the state again: whoever asked has not heard them."""
         with self.write():
             self._execute("UPDATE events SET owed = 1 WHERE n = (SELECT max(n) FROM events WHERE job_id = ? "
                           "AND attempt_id = ? AND seq IS NOT NULL)", (job_id, attempt))
-            self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ?", (job_id,))
+            self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ? AND reason IS NOT 'superseded'",
+                          (job_id,))
 
     # -- the inbox ----------------------------------------------------------------------------
 
@@ -2619,8 +2637,8 @@ class Registry:
         fills = attempt == job.attempt_id and seq < arriving.top
         if decision.verdict != "commit" and not fills:
             self._write_arrived(arriving)
-            self._log(job, "late", "remote", payload["detail"],
-                      {"source_event": payload["event"], "reason": decision.reason, "data": data, "seq": seq}, attempt)
+            self._log_once(job, "late", payload["detail"], {
+                "source_event": payload["event"], "reason": decision.reason, "data": data, "seq": seq}, attempt)
             if payload["event"] in TERMINAL_EVENTS:
                 self._take_answer(job.job_id, attempt, data.get("status"))
             return "late"
@@ -2661,8 +2679,7 @@ class Registry:
             return "filled"
         if known[0][0] == text:
             return "duplicate"
-        self._log(job, "conflict", "remote", "two different events with number %d" % seq, {"payload": payload},
-                  attempt)
+        self._log_once(job, "conflict", "two different events with number %d" % seq, {"payload": payload}, attempt)
         return "conflict"
 
     def _write_arrived(self, arriving: _Arriving) -> None:
@@ -2822,6 +2839,9 @@ class _Transaction:
         if kind is None:
             registry._checkpoint()
 
+
+# What the runner of an attempt is told when another one has begun: from then on it retains nothing of it.
+_SUPERSEDED = '{"status":"cancelled","reason":"superseded","issued_at":"%s"}'
 
 # What a job's record says when an attempt begins.
 _ATTEMPT_BEGINS: Dict[str, Any] = {
@@ -3218,6 +3238,7 @@ class Connection:
         self._acked: set = set()
         self._granted: Dict[int, bool] = {}                    # SUBSCRIBE's mid: whether all was granted
         self._connack: Any = None
+        self._lost = False                                     # seen while sending; pump() tells it, behind what came
         self._client = _new_client(mqtt, self.client_id)
         self._client.connect_timeout = TCP_TIMEOUT_S
         self._client.max_inflight_messages_set(window)
@@ -3280,6 +3301,8 @@ class Connection:
 
     def pump(self, wait_s: float) -> None:
         """Let the client read, write and keep alive, waiting up to wait_s; BrokerError once the connection is lost."""
+        if self._lost and not self.received:
+            raise BrokerError("the connection to %s was lost" % self._address())
         seen = len(self.received)
         try:
             code = self._client.loop(0.0 if self.has_more() else max(0.0, min(wait_s, 0.5)))     # reads one message
@@ -3314,8 +3337,7 @@ class Connection:
     def post(self, topic: str, payload: bytes, retain: bool) -> int:
         """Send with QoS 1 and do not wait; the message's id comes back from take_acks()."""
         info = self._client.publish(topic, payload, qos=1, retain=retain)
-        if info.rc != 0:
-            raise BrokerError("the connection to %s was lost" % self._address())
+        self._lost = self._lost or info.rc != 0
         return int(info.mid)
 
     def take_acks(self) -> set:
@@ -3326,8 +3348,8 @@ class Connection:
     def subscribe(self, topics: Sequence[str]) -> int:
         """Ask for topics with QoS 1; granted() tells the answer to the id."""
         code, mid = self._client.subscribe([(topic, 1) for topic in topics])
-        if code != 0:
-            raise BrokerError("the connection to %s was lost" % self._address())
+        self._lost = self._lost or code != 0
+        self._granted.pop(mid, None)        # of an earlier one: the numbers come again
         return int(mid or 0)
 
     def granted(self, mid: int) -> Optional[bool]:
@@ -3486,12 +3508,12 @@ def owes_state(job: Job) -> bool:
 
 
 def event_message(registry: Registry, job: Job, event: Event) -> Tuple[str, bytes, bool]:
-    """A recorded event as it is published: retained only if it ends the job."""
+    """A recorded event as it is published: retained only if it ends the job, and by the attempt it ends."""
     import json
     key = job.auth_token if event.attempt_id == job.attempt_id else registry.attempt_token(
         job.job_id, event.attempt_id) or ""
     retain = event.event in TERMINAL_EVENTS and json.loads(event.payload)["data"].get("settles") is not False \
-        and job.reason != "superseded"      # (then another attempt's news is what the broker keeps)
+        and event.attempt_id == job.attempt_id and job.reason != "superseded"    # (else another's news is what is kept)
     return events_topic(job), sign_recorded(event.payload, key), retain
 
 
@@ -3888,6 +3910,8 @@ _Parcel = namedtuple("_Parcel", "kind job_id event revision")
 
 class Guest:
     """What a runner adds to the daemon of its registry, which it then is itself: these are asked in its loop."""
+
+    stays = False           # whether the daemon is there for its sake, and leaves when done() says so
 
     def will(self) -> Optional[Tuple[str, bytes, bool]]:
         """What the broker is to publish when the connection is lost."""
@@ -4318,7 +4342,7 @@ class Dispatcher:
         wanted: Dict[str, str] = {}
         for job in self._jobs:
             session = job.agent_session.partition(":")[2]
-            wanted[presence_filter(job.topic_prefix, session)] = session
+            wanted[self._filter_of(job)] = session
             self._keys[session] = json.loads(job.remote_keys)["presence"]
         for name in wanted:
             if name not in self._filters:
@@ -4411,6 +4435,9 @@ class Dispatcher:
         for name, (mid, since) in self._filters.items():
             if not since and connection.granted(mid):
                 self._filters[name] = (mid, now)
+            elif connection.granted(mid) is False:
+                for job in [job for job in self._jobs if self._filter_of(job) == name]:
+                    self.give_up(job.job_id, "the broker does not let this user subscribe to %s" % name)
         for topic, read_back in list(self._read_backs.items()):
             if now >= read_back.until:
                 self._read(topic)
@@ -4429,6 +4456,10 @@ class Dispatcher:
             elif now - self._sent.get(job.job_id, now) > SILENT_S and not self._lives(job, now):
                 self.give_up(job.job_id, "runner %s does not serve %s any more" % (job.runner, job.agent_session))
 
+    @staticmethod
+    def _filter_of(job: Job) -> str:
+        return presence_filter(job.topic_prefix, job.agent_session.partition(":")[2])
+
     def _lives(self, job: Job, now: float) -> bool:
         seen = self._seen.get((job.agent_session.partition(":")[2], job.runner))
         return seen is not None and seen.lives(now)
@@ -4436,7 +4467,7 @@ class Dispatcher:
     def _choose(self, job: Job, now: float, loads: Dict[str, int]) -> None:
         """Give a job to the least loaded living runner; to one known by a retained word alone if it is the only one."""
         session = job.agent_session.partition(":")[2]
-        since = self._filters.get(presence_filter(job.topic_prefix, session), (0, 0.0))[1]
+        since = self._filters.get(self._filter_of(job), (0, 0.0))[1]
         if not since:
             return
         there = [seen for (name, _), seen in self._seen.items() if name == session and seen.presence.state == "online"
@@ -4530,17 +4561,17 @@ _log_path = ""                      # of the daemon's own log, once it is the da
 _log_times: Dict[str, float] = {}
 
 
-def log(text: str) -> None:
-    """A line in daemon.log; the same line at most once a minute. The file is capped on this path.
+def log(text: str, kind: str = "") -> None:
+    """A line in daemon.log; the same line, or one of the same kind, at most once a minute. The file is capped here.
 
     Its disk may be the full one, which is when there is something to say: that must not end the daemon.
     """
-    now = time.monotonic()
-    if now - _log_times.get(text, -60.0) < 60.0:
+    now, kind = time.monotonic(), kind or text
+    if now - _log_times.get(kind, -60.0) < 60.0:
         return
     if len(_log_times) > 1000:
         _log_times.clear()
-    _log_times[text] = now
+    _log_times[kind] = now
     try:
         if _log_path and os.fstat(2).st_size > LOG_CAP_BYTES:
             os.replace(_log_path, _log_path + ".1")
@@ -4574,6 +4605,7 @@ class Inbox:
         self._keys: Dict[str, Dict[int, Tuple[str, str]]] = {}
         self._states: Dict[str, Tuple[float, Dict[str, Any]]] = {}
         self._holes: Dict[str, Tuple[int, int, float]] = {}   # job id: (first missing, times asked, since when)
+        self._restored: Dict[str, float] = {}                 # job id: when its runner was asked to say its last again
         self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is awaited)
         self._told: Dict[str, Tuple[int, int]] = {}           # job id: (attempt, number) of a state ahead of its events
         self._wide: Dict[str, int] = {}                       # topic root heard as a whole: SUBSCRIBE's mid
@@ -4634,6 +4666,7 @@ class Inbox:
         self._keys = {job_id: keys for job_id, keys in self._keys.items() if job_id in wanted}
         self._whole = {job_id: whole for job_id, whole in self._whole.items() if job_id in wanted}
         self._told = {job_id: told for job_id, told in self._told.items() if job_id in wanted}
+        self._restored = {job_id: at for job_id, at in self._restored.items() if job_id in wanted}
         self._probes = {job_id: probe for job_id, probe in self._probes.items() if job_id in wanted}
 
     def _ask(self, connection: Connection, job_ids: Sequence[str], count: int = 50) -> None:
@@ -4746,7 +4779,8 @@ class Inbox:
 
     def drop(self, topic: str, error: Rejected) -> None:
         self._count(error.reason)
-        log("dropped a message on %s: %s" % (clean_text(topic)[:100], clean_text(str(error))[:200]))
+        log("dropped a message on %s: %s (others for this reason are counted)" % (
+            clean_text(topic)[:100], clean_text(str(error))[:200]), "dropped " + error.reason)
 
     def take(self, received: Sequence[Tuple[str, bytes, bool]]) -> None:
         """Check messages and store the good ones; every other is counted under its reason.
@@ -4761,12 +4795,23 @@ class Inbox:
             except Rejected as error:
                 self.drop(topic, error)
                 continue
+            if payload["event"] != "progress" and payload["data"]["attempt_id"] < max(self._keys[payload["job_id"]]):
+                self._restore(payload["job_id"])
             if payload["event"] == "state":
                 self._states[payload["job_id"]] = (time.monotonic() + HOLE_WAIT_S, payload)
             else:
                 self._waiting.append((payload, text))
         if len(self._waiting) >= INBOX_BATCH_COUNT or time.monotonic() >= self._store_at:
             self.store()
+
+    def _restore(self, job_id: str) -> None:
+        """An attempt that is over may just have put its last word over what the broker retains: ask the runner of the
+        current one to say its own again."""
+        job, now = self._registry.job(job_id), time.monotonic()
+        if self._line.connection and job.dispatch and job.last_seq > job.seq_base \
+                and now - self._restored.get(job_id, -60.0) > HOLE_WAIT_S:
+            self._restored[job_id] = now
+            self._line.connection.post(*control_message(job, "resend", utc_now(), {"from_seq": job.last_seq}))
 
     def is_asking(self) -> bool:
         """Whether events are missing that may still come."""
@@ -4872,15 +4917,23 @@ def limits_of(job: Job, beat: Optional[Beat], watched_s: float, subscribed_s: Op
     in_hand = elapsed_s(job.delivered_mono, job.delivered_at)
     if in_hand is None:
         in_hand = elapsed_s(job.claimed_mono, job.claimed_at)
-    if in_hand is None or is_remote and job.delivery == "sending" and not job.last_event_mono:
-        return []      # nobody has it yet: an unclaimed queue waits without a deadline; a runner is being looked for
+    if in_hand is None:
+        return []                               # nobody has it yet: an unclaimed queue waits without a deadline
+    if is_remote and job.delivery == "sending" and not job.last_event_mono:       # a runner is being looked for
+        wait_s = job.timeout_sec + (job.runner_wait_s or 0.0)
+        return [_Limit(wait_s - in_hand, "spawn_failed", "no runner could be reached within %gs" % wait_s)]
     worked_s = elapsed_s(job.claimed_mono, job.claimed_at) if is_remote and job.runner else in_hand
     limits = []
     if worked_s is not None and not (job.delivery == "none" and job.runner):      # (adopted: it waits for a free slot)
         limits.append(_Limit(job.timeout_sec - worked_s, "deadline_timeout", "no end within %gs" % job.timeout_sec))
-    if is_remote:
-        if subscribed_s is None:
-            return limits
+    ages = [in_hand, elapsed_s(job.last_event_mono, job.last_event_at) if job.last_event_mono else None,
+            elapsed_s(beat.touched_mono, beat.touched_at) if beat else None]
+    if is_remote and subscribed_s is None:
+        if not limits:                          # not even begun, and deaf: even that has an end
+            limits.append(_Limit(job.timeout_sec - min(age for age in ages if age is not None), "deadline_timeout",
+                                 "nothing could be heard of it for %gs" % job.timeout_sec))
+        return limits
+    if subscribed_s is not None and is_remote:
         watched_s = min(watched_s, subscribed_s)
     if job.phase:
         return limits                           # the worker is done; checking has the wall clock only
@@ -4888,9 +4941,7 @@ def limits_of(job: Job, beat: Optional[Beat], watched_s: float, subscribed_s: Op
         limits.append(_Limit(job.ack_timeout_sec - min(in_hand, watched_s), "agent_blocked",
                              "no event within %gs of delivery" % job.ack_timeout_sec))
         return limits
-    ages = [watched_s, elapsed_s(job.last_event_mono, job.last_event_at)]
-    ages.append(elapsed_s(beat.touched_mono, beat.touched_at) if beat else None)
-    silence = min(age for age in ages if age is not None)
+    silence = min(age for age in [watched_s, *ages[1:]] if age is not None)
     limits.append(_Limit(job.idle_timeout_sec - silence, "unresponsive",
                          "no sign of life for %gs" % job.idle_timeout_sec))
     return limits
@@ -5043,7 +5094,7 @@ class Daemon:
     def __init__(self, registry: Registry, settings: Settings, lock: FileLock, guest: Optional[Guest] = None):
         """`guest`: the runner whose registry this is; the daemon then stays until that is done."""
         self._registry, self._settings, self._lock = registry, settings, lock
-        self._guest, self._is_runner = guest or Guest(), guest is not None
+        self._guest = guest or Guest()
         self._wake_fd = self._open_wake()
         self._lines: Dict[Broker, Line] = {}
         self._clock = Clock(registry, settings, self._on_wire, self._hears)
@@ -5295,7 +5346,7 @@ class Daemon:
             self._registry.set_meta("daemon", text)
 
     def _time_to_leave(self, now: float) -> bool:
-        if self._is_runner:
+        if self._guest.stays:
             return self._guest.done()
         if self._registry.has_work(self._can_send(), compact_json(self._me)) \
                 or any(line.inbox.is_asking() for line in self._lines.values()):
@@ -5310,7 +5361,7 @@ class Daemon:
         asked = self._registry.meta("daemon_leave")
         if asked is not None:
             self._registry.set_meta("daemon_leave", None)
-        return asked == compact_json(self._me) and not self._is_runner     # (another: it died before it could obey)
+        return asked == compact_json(self._me) and not self._guest.stays     # (another: it died before it could obey)
 
     def _leave(self, whatever: bool = False) -> bool:
         """Unlock, look again, take it back if something came in between: no row is left without a daemon."""
@@ -5321,7 +5372,7 @@ class Daemon:
             for broker in list(self._lines):
                 self._lines.pop(broker).close()
         fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
-        if whatever or self._is_runner or not self._registry.has_work(self._can_send(), compact_json(self._me)):
+        if whatever or self._guest.stays or not self._registry.has_work(self._can_send(), compact_json(self._me)):
             return True
         return not self._lock.acquire(0)     # somebody else has started one meanwhile, or we go on
 
@@ -6163,7 +6214,7 @@ def check_dispatch(data: Dict[str, Any], now: float) -> None:
     """
     contract = data.get("contract")
     if not isinstance(contract, dict) or not isinstance(data.get("prompt"), str) \
-            or type(data.get("seq_base")) is not int or data["seq_base"] < 0:
+            or type(data.get("seq_base")) is not int or not 0 <= data["seq_base"] <= MAX_SAFE_INTEGER // 2:
         raise Rejected("shape", "the dispatch has no prompt, contract or seq_base of the right form")
     for name, kind in _CONTRACT.items():
         value: Any = contract.get(name)
@@ -6215,6 +6266,43 @@ def find_runners(broker: Broker, root: str, secret: str, wait_s: float) -> Tuple
     return [found[key] for key in sorted(found)], len(strange)
 
 
+def own_runner_id(registry: Registry) -> str:
+    """The id of the runner whose registry this is; MamError for a registry that was copied from elsewhere.
+
+    Two with one id would both take what is given to it, and run it twice.
+    """
+    import hashlib
+    try:
+        with open("/etc/machine-id", encoding="ascii") as file:
+            machine = file.read()
+    except OSError:
+        import platform
+        machine = platform.node()
+    stat = os.stat(registry.path)
+    place = hashlib.sha256(("%s %d %d" % (machine, stat.st_dev, stat.st_ino)).encode("utf-8")).hexdigest()[:32]
+    runner = registry.own_id("runner_id")
+    if registry.meta("runner_place") is None:
+        registry.set_meta("runner_place", place)
+    elif registry.meta("runner_place") != place:
+        raise MamError("the runner's registry %s was copied from elsewhere, and its id with it" % registry.directory,
+                       exit=Exit.REFUSED, code="copied", hint="move that folder away: a new one is made")
+    return runner
+
+
+def caretaker_of(registry: Registry, settings: Settings) -> Optional[Guest]:
+    """For the daemon that is left where a runner was: what obeys the orders that come for its work. None elsewhere."""
+    session = registry.meta("runner_session")
+    if not session:
+        return None
+    try:
+        broker = broker_settings(settings)
+        options = RunnerOptions(session, "", False, "/", 0, False, False, False)
+        return broker and Runner(registry, settings, broker, options, runner_keys(settings, session), stays=False)
+    except MamError as error:
+        log("orders for the work of this runner are not heard: %s" % error.message)
+        return None
+
+
 RunnerOptions = namedtuple("RunnerOptions", "session command feed_stdin workdir slots pool once drain")
 
 
@@ -6222,7 +6310,9 @@ class Runner(Guest):
     """One runner of a session: its presence, what it takes on, and how much of it runs at a time."""
 
     def __init__(self, registry: Registry, settings: Settings, broker: Broker, options: RunnerOptions,
-                 keys: Dict[str, str]):
+                 keys: Dict[str, str], stays: bool = True):
+        """`stays=False`: a caretaker, in the daemon that is left where a runner was: it obeys, and takes nothing on."""
+        self.stays = stays
         self._registry, self._settings, self._options, self._keys = registry, settings, options, keys
         self._wire = broker_address(broker)
         self._root = topic_root(settings)
@@ -6244,19 +6334,23 @@ class Runner(Guest):
         self._drops: Dict[str, int] = {}
         self._took = self._committed = False
         self.hopeless: Callable[[], bool] = lambda: False    # whether the broker has refused us from the beginning
+        self.denied = ""                             # what the broker does not let us hear, which ends us
         self._look_at = 0.0
         self._version = -1
         self._open: List[Job] = []                   # adopted and not ended
         self._at_work = 0                            # commands of ended attempts that are not gone yet
-        self.id = registry.own_id("runner_id")
-        self._recover()
+        self.id = own_runner_id(registry)
+        if stays:
+            registry.set_meta("runner_session", options.session)
+            self._recover()
 
     # -- what a crash left (DESIGN 13) -------------------------------------------------------------
 
     def _recover(self) -> None:
         """Go on where the runner before was: what it had adopted waits here again, what runs is followed on."""
         for job in self._registry.adopted_jobs():
-            self._registry.set_supervisor(job.job_id, keeper_of("runner"))
+            if not job.phase:              # (else a `_supervise` may be at it)
+                self._registry.set_supervisor(job.job_id, keeper_of("runner"))
             if job.last_event and job.delivery == "none":
                 self._registry.arm_beat(job, self._me)
 
@@ -6293,20 +6387,25 @@ class Runner(Guest):
             self._connection.post(*self._presence("online"))
 
     def will(self) -> Optional[Tuple[str, bytes, bool]]:
-        return self._presence("offline")
+        return self._presence("offline") if self.stays else None
 
     def describe(self) -> Any:
+        if not self.stays:
+            return None
         return {"session": self._options.session, "id": self.id, "busy": self._busy(), "slots": self._options.slots,
                 "state": "waiting" if self._serving_since is None else "serving", "refused": dict(self._drops)}
 
     # -- the connection ----------------------------------------------------------------------------
 
     def connected(self, connection: Connection) -> None:
+        """Listen anew: a clean session restores nothing."""
         self._connection = connection
-        self._others_since = self._orders_since = 0.0
-        self._orders_mid = 0
-        self._presence_mid = connection.subscribe([presence_filter(self._root + "/x", self._options.session)])
-        if self._serving_since is not None:
+        self._others_since = 0.0
+        if self.stays:
+            self._presence_mid = connection.subscribe([presence_filter(self._root + "/x", self._options.session)])
+        if self._serving_since is None:
+            self._hear(control_topic)
+        else:
             self._serve()
 
     def disconnected(self) -> None:
@@ -6314,21 +6413,35 @@ class Runner(Guest):
 
     def may_send(self) -> bool:
         """Not before what was taken back meanwhile has come: an end that was overruled must not be retained again."""
-        since = self._orders_since
-        return self._serving_since is None or since > 0.0 and time.monotonic() - since > LOOK_S
+        return self._orders_since > 0.0 and time.monotonic() - self._orders_since > LOOK_S
 
-    def _serve(self) -> None:
-        """Listen for orders: control before dispatch, for a broker sends what it retains in this order."""
+    def _hear(self, *kinds: Callable[[str], str]) -> None:
+        """Listen for orders: for control whether we serve or not, for work of ours may still run."""
         if self._connection:
             self._orders_since = 0.0
-            self._orders_mid = self._connection.subscribe([control_topic(self._root + "/+"),
-                                                           dispatch_topic(self._root + "/+")])
-            self._say_presence(time.monotonic())
+            self._orders_mid = self._connection.subscribe([kind(self._root + "/+") for kind in kinds])
+
+    def _serve(self) -> None:
+        self._hear(control_topic, dispatch_topic)      # in this order a broker sends what it retains
+        self._say_presence(time.monotonic())
+
+    def _look_at_grants(self, connection: Connection, now: float) -> None:
+        """Note since when others and orders are heard; what is denied ends a runner, which would be deaf."""
+        orders, others = connection.granted(self._orders_mid), connection.granted(self._presence_mid)
+        if not self._orders_since and orders is not None:
+            self._orders_since = now
+        if not self._others_since and others is not None:
+            self._others_since = now
+        if self.stays and (orders is False or others is False):
+            self.denied = "the broker does not let this user subscribe to %s" % (
+                "%s/+/control and %s/+/dispatch" % (self._root, self._root) if orders is False else
+                presence_filter(self._root + "/x", self._options.session))
 
     def _stands_aside(self, now: float) -> str:
         """The other runner that serves the session, or may; "" if none does. Of a pool, several do."""
         for seen in self._others.values():
-            if seen.presence.state != "online" or seen.presence.pool and self._options.pool:
+            in_pool = seen.presence.pool and self._options.pool and seen.presence.runner != self.id
+            if seen.presence.state != "online" or in_pool:
                 continue
             if seen.lives(now) or seen.live_at is None and now - self._others_since < SILENT_S:
                 return "%s on %s" % (seen.presence.runner, seen.presence.host)
@@ -6336,12 +6449,7 @@ class Runner(Guest):
 
     def _begin(self, now: float) -> None:
         """Serve as soon as nobody else does."""
-        connection = self._connection
-        if connection is None:
-            return
-        if not self._others_since:
-            self._others_since = now if connection.granted(self._presence_mid) else 0.0
-        elif now - self._others_since > SETTLE_S:
+        if self.stays and self._connection and self._others_since and now - self._others_since > SETTLE_S:
             other = self._stands_aside(now)
             if not other:
                 self._serving_since = now
@@ -6356,14 +6464,16 @@ class Runner(Guest):
     def _meet(self, topic: str, raw: bytes, retained: bool, now: float) -> None:
         """Hear of another runner. Of two that began at once, the one that began later steps back."""
         presence = accept_presence(topic, raw, self._presence_key)
-        if presence.runner == self.id:
-            if presence.instance != self._instance and not retained and presence.state == "online":
-                log("ALARM: another process uses this runner's id: its registry was copied; remove runner-%s there" %
-                    self._options.session)
+        twin = presence.runner == self.id
+        if twin and presence.instance == self._instance or not self.stays:
             return
         seen = heard_anew(self._others.get(presence.runner), presence, retained, now)
         if seen:
             self._others[presence.runner] = seen
+        if twin and seen and seen.lives(now):
+            self.denied = "another process, on %s, has the id of this runner: its registry was copied; remove " \
+                          "runner-%s where it is not wanted" % (presence.host, self._options.session)
+            return
         if not seen or not seen.lives(now) or self._serving_since is None or presence.pool and self._options.pool:
             return
         mine_s = now - self._serving_since
@@ -6402,12 +6512,19 @@ class Runner(Guest):
                     (self._control if kind == "control" else self._dispatch)(payload)
             except Rejected as error:
                 self._refused(topic, error)
+            except MamError as error:
+                if error.exit == Exit.NOT_RECORDED:
+                    raise
+                self._refused(topic, Rejected("internal", error.message))
+            except Exception as error:      # a defect of ours must not stop the runner, nor hold up what comes behind
+                self._refused(topic, Rejected("internal", "%s: %s" % (type(error).__name__, error)))
             del self._received[0]
 
     def _refused(self, topic: str, error: Rejected) -> None:
         if error.reason != "other_session":
             self._drops[error.reason] = self._drops.get(error.reason, 0) + 1
-            log("refused a message on %s: %s" % (clean_text(topic)[:100], clean_text(str(error))[:300]))
+            log("refused a message on %s: %s (others for this reason are counted)" % (
+                clean_text(topic)[:100], clean_text(str(error))[:300]), "refused " + error.reason)
 
     def _dispatch(self, payload: Dict[str, Any]) -> None:
         """Adopt an attempt that is given to this runner; one that cannot be carried out is answered with why."""
@@ -6429,8 +6546,8 @@ class Runner(Guest):
         word = self._registry.adopt(
             {**self._record(payload, usable), **({"delivery": "withheld", "detail": why} if why else {})}, attempt,
             data["dispatch_token"], data["seq_base"] if usable else 0, lambda *of: attempt_keys(key, *of), self.id)
-        if word == "adopted":          # what follows from it is done by the next look, even if we die before
-            self._took, self._look_at = True, 0.0
+        if word == "adopted":          # (what follows from it is done by a look, if we die before)
+            self._committed = self._took = True
             log("refused attempt %d of job %s: %s" % (attempt, job_id, why) if why else
                 "took attempt %d of job %s" % (attempt, job_id))
         elif word != "known":
@@ -6439,6 +6556,8 @@ class Runner(Guest):
         if cancelled and job.attempt_id == attempt:
             self._overrule(job, cancelled)
             del self._cancelled[(job_id, attempt)]
+        elif word == "adopted":
+            self._answer(job)
 
     def _record(self, payload: Dict[str, Any], usable: bool) -> Dict[str, Any]:
         """The job of a dispatch as this host keeps it; of one that is refused for its shape, as much as it takes to
@@ -6476,9 +6595,11 @@ class Runner(Guest):
         elif found and found[0].attempt_id == attempt:
             self._overrule(found[0], data)
         elif not found or found[0].attempt_id < attempt:
-            if len(self._cancelled) > 10000:
-                self._cancelled.clear()          # (a dispatch of that age is refused as expired)
-            self._cancelled[(job_id, attempt)] = data
+            if found:                            # a newer attempt is over, and so is this one
+                self._overrule(found[0], {"status": "cancelled", "reason": "superseded"})
+            if len(self._cancelled) >= CANCELLED_COUNT:
+                del self._cancelled[next(iter(self._cancelled))]          # the oldest
+            self._cancelled[(job_id, attempt)] = {"status": data["status"], "reason": data["reason"]}
 
     def _overrule(self, job: Job, data: Dict[str, Any]) -> None:
         answer = self._registry.transition(
@@ -6494,47 +6615,45 @@ class Runner(Guest):
     def turn(self, now: float) -> bool:
         """Begin to serve, say that we are there, start what waits. True if anything was committed."""
         connection = self._connection
+        if connection:
+            self._look_at_grants(connection, now)
         self._work_off(now)
         if self._serving_since is None:
             self._begin(now)
-        elif connection and not self._orders_since and connection.granted(self._orders_mid) is not None:
-            self._orders_since = now
         elif connection and (now >= self._presence_at or self._busy() != self._said_busy and
                              now > self._presence_at - PRESENCE_S + LOOK_S):
             self._say_presence(now)
-        if self._committed:
+        if self._committed:          # what was said goes out first: starting a process takes its time
             self._committed, self._look_at = False, 0.0
             return True
         version = self._registry.data_version()
         if version == self._version and now < self._look_at:
             return False
         self._version, self._look_at = version, now + 1.0
-        return self._look()
+        return self._look() or self._committed
 
     def _look(self) -> bool:
         """Answer what was adopted; start what waits while a slot is free; close what was to be spawned and has no
         process."""
+        committed = False
         before, self._open = self._open, self._registry.adopted_jobs()
         gone = {job.job_id for job in before} - {job.job_id for job in self._open}
         for job in self._registry.jobs_by_id(sorted(gone)):
             log("attempt %d of job %s has ended: %s" % (job.attempt_id, job.job_id, job.status))
         leaving = {job_id for job_id, _, _ in self._registry.ended_attempts_at_work()}
         self._at_work = len(leaving)
-        fresh = [job for job in self._open if not job.last_event]      # of a runner that died before it said so, too
-        for job in fresh:
-            self._answer(job)
-        if fresh:                    # what was said goes out first: starting a process takes its time
-            self._look_at = 0.0
-            return True
-        committed = False
         free = self._options.slots - len(leaving) - sum(job.delivery in ("sending", "sent") for job in self._open)
         for job in self._open:
-            if job.delivery == "sending" and not job.run and (elapsed_s(job.delivered_mono) or 0.0) > SPAWN_WAIT_S:
+            if not job.last_event:      # adopted by a runner that died before it could say so
+                self._answer(job)
+                self._committed = True
+            elif job.delivery == "sending" and not job.run and (elapsed_s(job.delivered_mono) or 0.0) > SPAWN_WAIT_S:
                 record(self._registry, self._settings, job.job_id, "supervisor_lost", source="runner",
                        attempt=job.attempt_id, last_seq=job.last_seq,
                        detail="the runner died while it started the command: whether it ran cannot be told")
                 committed = True
-            elif job.delivery == "none" and job.outcome is None and job.job_id not in leaving and free > 0:
+            elif self.stays and free > 0 and job.delivery == "none" and job.outcome is None \
+                    and job.job_id not in leaving:
                 free -= 1
                 committed |= self._spawn(job)
         return committed
@@ -6542,15 +6661,20 @@ class Runner(Guest):
     def _spawn(self, job: Job) -> bool:
         try:
             write_brief(self._registry, job)
-            return start_run(self._registry, self._settings, job)
-        except OSError as error:      # no space, no more processes: it is tried again at the next look
-            log("job %s cannot be started now: %s" % (job.job_id, error))
+        except OSError as error:      # no space: it is tried again at the next look
+            log("the brief of job %s cannot be written now: %s" % (job.job_id, error))
             return False
+        try:
+            return start_run(self._registry, self._settings, job)
+        except OSError as error:      # no more processes: nothing runs, and the attempt is used up
+            record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner", attempt=job.attempt_id,
+                   detail="the command could not be started: %s" % error)
+            return True
 
     def done(self) -> bool:
         """Whether --once or --drain has nothing more to do: all that was taken has ended and is sent."""
         options, now = self._options, time.monotonic()
-        if self.hopeless():
+        if self.denied or self.hopeless():
             return True
         waits = options.drain and (not self._orders_since or now - self._orders_since < 2 * SETTLE_S)
         if not (options.once and self._took or options.drain) or waits or self._busy():
@@ -6559,6 +6683,8 @@ class Runner(Guest):
 
     def leave(self) -> None:
         """End in good order: what only waits here is answered; what runs goes on, and the daemon follows it."""
+        if not self.stays:
+            return
         try:
             for job in self._registry.adopted_jobs():
                 if job.delivery in ("none", "withheld"):
@@ -6623,10 +6749,10 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
         registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
 
 
-def preflight_remote(settings: Settings, job: Dict[str, Any], block: Optional[Dict[str, Any]], insecure: bool) -> None:
+def preflight_remote(settings: Settings, job: Dict[str, Any], broker: Optional[Broker], insecure: bool) -> None:
     """Refuse a remote job that could not be dispatched: no secret, no or an open broker, too long a prompt."""
     dispatch_secret(settings)
-    check_private_broker(settings, broker_settings(settings, block), insecure)
+    check_private_broker(settings, broker, insecure)
     check_dispatch_size(settings, job["prompt"], job["expected_artifacts"])
 
 
@@ -7272,7 +7398,7 @@ def cmd_delegate(args: Any) -> int:
     block = None if args.broker is None else parse_broker_flag(args.broker)
     keys = None
     if record_["transport"] == "remote":
-        preflight_remote(settings, record_, block, args.insecure_broker)
+        preflight_remote(settings, record_, broker_settings(settings, block), args.insecure_broker)
         keys = keys_for(settings, args.agent_session)
     elif args.wait_for_runner:
         raise MamError("--wait-for-runner goes with a remote: session, not with %s" % args.agent_session,
@@ -7864,7 +7990,6 @@ def add_redispatch(parser: Any) -> None:
 
 def cmd_redispatch(args: Any) -> int:
     """Open another attempt with new tokens, and hand it over as the first one was."""
-    import json
     settings = load_settings(args.registry_dir)
     job_id, prompt = _job_of(args), _prompt_of(args)
     with Registry(settings.registry_dir) as registry:
@@ -7872,8 +7997,8 @@ def cmd_redispatch(args: Any) -> int:
         deliver_it = not args.no_deliver and can_deliver(before)
         if deliver_it and before.transport == "remote":
             text = prompt if prompt is not None else registry.prompt(job_id)
-            preflight_remote(settings, {**before._asdict(), "prompt": text},
-                             before.broker and json.loads(before.broker), args.insecure_broker)
+            preflight_remote(settings, {**before._asdict(), "prompt": text}, broker_of(settings, before),
+                             args.insecure_broker)
         keeper = keeper_of("delegate") if deliver_it else None     # set with the attempt: nobody else starts it
         answer = _redispatch(registry, settings, job_id, {"force": args.force, "prompt": prompt,
                                                           "supervisor": keeper}, "operator")
@@ -8085,7 +8210,7 @@ def cmd_run_daemon(args: Any) -> int:
     os.set_inheritable(args.lock_fd, False)     # a child of ours must not hold our lock
     with Registry(settings.registry_dir) as registry, FileLock(lock_path(registry), args.lock_fd) as lock:
         _log_path = supervisor_log(registry)
-        return Daemon(registry, settings, lock).run()
+        return Daemon(registry, settings, lock, caretaker_of(registry, settings)).run()
 
 
 # -- other hosts ------------------------------------------------------------------------
@@ -8150,8 +8275,9 @@ def _run_runner(settings: Settings, broker: Broker, options: RunnerOptions, keys
         runner.hopeless = lambda: line.final and not line.connects
         code = daemon.run()
         registry.set_meta("daemon", None)      # after a SIGTERM it still names us, who live and are no daemon any more
-        if runner.hopeless():
-            raise MamError(line.why, exit=Exit.BROKER, code="broker", hint="check .mam.env on this host")
+        if runner.denied or runner.hopeless():
+            raise MamError(runner.denied or line.why, exit=Exit.BROKER, code="broker",
+                           hint="check .mam.env on this host, and the rights of this user")
     with Registry(settings.registry_dir) as registry:
         ensure_daemon(registry, settings)
     return code
