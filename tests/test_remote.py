@@ -1069,10 +1069,11 @@ def test_what_a_word_of_a_runner_tells(inside: Inside, before: str, word: Dict[s
 # seconds since its topics are subscribed, and which clocks run.
 LONG_AGO = 50.0
 CLOCKS = [
-    ("looking for a runner", {"delivery": "sending"}, 9.0, []),
+    ("looking for a runner", {"delivery": "sending"}, 9.0, ["spawn_failed"]),
     ("dispatched", {"delivery": "sent"}, 9.0, ["agent_blocked"]),
-    ("dispatched, and nobody listens", {"delivery": "sent"}, None, []),
+    ("dispatched, and nobody listens", {"delivery": "sent"}, None, ["deadline_timeout"]),
     ("adopted", {"delivery": "sent", "started": True}, 9.0, ["unresponsive"]),
+    ("adopted, and nobody listens", {"delivery": "sent", "started": True}, None, ["deadline_timeout"]),
     ("spawned", {"delivery": "sent", "started": True, "claimed": True}, 9.0, ["deadline_timeout", "unresponsive"]),
     ("spawned, and nobody listens", {"delivery": "sent", "started": True, "claimed": True}, None,
      ["deadline_timeout"]),
@@ -1103,7 +1104,8 @@ def test_which_clocks_run_for_a_remote_job(inside: Inside, known: Dict[str, Any]
     found = module.limits_of(job, None, 1000.0, subscribed_s)
     assert sorted(limit.request for limit in found) == clocks
     for limit in found:      # silence counts only while it was listened to
-        since = LONG_AGO if limit.request == "deadline_timeout" or subscribed_s is None else subscribed_s
+        told = limit.request in ("deadline_timeout", "spawn_failed") or subscribed_s is None
+        since = LONG_AGO if told else subscribed_s
         assert limit.left_s == pytest.approx(60 - since, abs=5)
 
 
