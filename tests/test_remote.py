@@ -1030,9 +1030,9 @@ def test_what_a_word_of_a_runner_tells(inside: Inside, before: str, word: Dict[s
 # seconds since its topics are subscribed, and which clocks run.
 LONG_AGO = 50.0
 CLOCKS = [
-    ("looking for a runner", {"delivery": "sending"}, 9.0, []),
+    ("looking for a runner", {"delivery": "sending"}, 9.0, ["spawn_failed"]),
     ("dispatched", {"delivery": "sent"}, 9.0, ["agent_blocked"]),
-    ("dispatched, and nobody listens", {"delivery": "sent"}, None, []),
+    ("dispatched, and nobody listens", {"delivery": "sent"}, None, ["deadline_timeout"]),
     ("adopted", {"delivery": "sent", "started": True}, 9.0, ["unresponsive"]),
     ("spawned", {"delivery": "sent", "started": True, "claimed": True}, 9.0, ["deadline_timeout", "unresponsive"]),
     ("spawned, and nobody listens", {"delivery": "sent", "started": True, "claimed": True}, None,
