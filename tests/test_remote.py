@@ -580,6 +580,45 @@ def test_a_pools_job_goes_to_the_least_loaded(far_any: Far) -> None:
     assert sorted(line for host in hosts for line in far.ran(host)) == sorted(jobs)
 
 
+# Runners, (busy, how they are known, of a pool), seconds since their session is listened to, and who is given the job:
+# "" nobody yet, "closed" nobody at all. PRESENCE_S and SETTLE_S are the real ones.
+CHOICES = [
+    ({}, 0.5, ""), ({}, 1.5, "closed"),
+    ({"a": (0, "lives", False)}, 0.1, "a"),
+    ({"a": (0, "kept", False)}, 0.1, "a"),                    # the only one there is: tried at once
+    ({"a": (0, "kept", False)}, 6.5, "closed"),               # by now it would have given a sign of life
+    ({"a": (0, "kept", True)}, 0.1, ""),                      # of a pool: news of others may be on its way
+    ({"a": (0, "gone", False)}, 1.5, "closed"),
+    ({"a": (1, "lives", True), "b": (0, "lives", True)}, 0.1, "b"),
+    ({"a": (1, "lives", True), "b": (0, "kept", True)}, 0.1, ""),        # it may be about to speak
+    ({"a": (1, "lives", True), "b": (0, "kept", True)}, 6.5, "a"),
+    ({"a": (1, "lives", True), "b": (1, "kept", True)}, 0.1, "a"),       # nothing is gained by waiting
+    ({"a": (1, "lives", True), "b": (2, "kept", True)}, 0.1, "a"),
+    ({"a": (1, "lives", False), "b": (0, "kept", False)}, 0.1, "a"),
+    ({"a": (1, "lives", True), "b": (0, "gone", True)}, 0.1, "a"),
+    ({"a": (0, "lives", True), "b": (0, "lives", True)}, 0.1, "a"),
+]
+
+
+@pytest.mark.parametrize("runners, listened_s, chosen", CHOICES)
+def test_who_is_given_a_job(inside: Inside, runners: Dict[str, Any], listened_s: float, chosen: str) -> None:
+    """The least loaded of those that live: else one host works through a queue while others wait."""
+    module, now = inside.module, time.monotonic()
+    dispatcher = module.Dispatcher(None, None, None)
+    job = module.Job(**{**dict.fromkeys(module.Job._fields), "job_id": "j", "topic_prefix": "r/j",
+                        "agent_session": "remote:s", "delivered_mono": module.instant()})
+    dispatcher._filters[module.presence_filter("r/j", "s")] = (1, now - listened_s)
+    for name, (busy, known, pool) in runners.items():
+        presence = module.Presence("s", name, "offline" if known == "gone" else "online", "h", "5", 4, busy, pool, 1.0,
+                                   name, 1, module.utc_now())
+        dispatcher._seen[("s", name)] = module._Seen(presence, now - 1 if known == "lives" else None)
+    given: List[str] = []
+    dispatcher._assign = lambda job, runner, loads: given.append(runner)
+    dispatcher.give_up = lambda job_id, why: given.append("closed")
+    dispatcher._choose(job, now, {})
+    assert given == ([chosen] if chosen else [])
+
+
 def test_a_second_runner_in_one_workspace_is_refused(far: Far) -> None:
     """Both would take what is addressed to their one id."""
     run = far.serve()
