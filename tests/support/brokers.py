@@ -126,17 +126,17 @@ class Broker:
     """One server process. `folder` holds all it writes; `user` and `password` are what `env()` hands to clients.
 
     `more_users` are further (user -> password) that may connect. `persistence` keeps retained messages over
-    `stop()` and `start()`. `tls` serves with a certificate of `certificates`, `mtls` also demands one. `extra`
-    are lines added to the configuration as they are.
+    `stop()` and `start()`. `tls` serves with a certificate of `certificates`, `mtls` also demands one. `listen` is
+    the address it is reached at, 127.0.0.1 among others. `extra` are lines added to the configuration as they are.
     """
 
     kind = ""
 
     def __init__(self, folder: Path, user: Optional[str] = None, password: Optional[str] = None,
                  more_users: Optional[Dict[str, str]] = None, persistence: bool = True, tls: bool = False,
-                 mtls: bool = False, extra: str = "") -> None:
+                 mtls: bool = False, listen: str = HOST, extra: str = "") -> None:
         self.binary = self.find_binary()
-        self.host = HOST
+        self.host, self.listen = HOST, listen
         self.port = free_port()
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -341,7 +341,7 @@ class NatsServer(Broker):
 
         lines = [f"server_name: {quoted(f'test-{self.port}')}", f"host: {HOST}", "port: -1",
                  "jetstream {", f"  store_dir: {quoted(self.store)}", "  max_mem: 64MB", "  max_file: 1GB", "}",
-                 "mqtt {", f"  host: {HOST}", f"  port: {self.port}"]
+                 "mqtt {", f"  host: {self.listen}", f"  port: {self.port}"]
         if self.certificates is not None:
             lines += ["  tls {", f"    cert_file: {quoted(self.certificates.server_cert)}",
                       f"    key_file: {quoted(self.certificates.server_key)}",
@@ -377,7 +377,7 @@ class Mosquitto(Broker):
         return found
 
     def _write_config(self) -> List[str]:
-        lines = [f"listener {self.port} {HOST}", "log_dest stderr", "log_type all", "log_timestamp_format %H:%M:%S",
+        lines = [f"listener {self.port} {self.listen}", "log_dest stderr", "log_type all", "log_timestamp_format %H:%M:%S",
                  "set_tcp_nodelay true"]
         if os.geteuid() == 0:
             lines.insert(0, "user root")    # else it becomes another user, who cannot read the test's folder

@@ -67,10 +67,11 @@ class _Link:
 
 
 class Proxy:
-    """`Proxy(port)` forwards to 127.0.0.1:port; clients connect to `.port`. Use it with `with`, or `close()` it."""
+    """`Proxy(port)` forwards to 127.0.0.1:port; clients connect to `.port` (of `host`). Use it with `with`, or
+    `close()` it."""
 
-    def __init__(self, target_port: int) -> None:
-        self.host = HOST
+    def __init__(self, target_port: int, host: str = HOST) -> None:
+        self.host = host
         self.target_port = target_port
         self.connections = 0            # accepted so far, refused ones included
         self._up, self._down = _Way(), _Way()
@@ -79,7 +80,7 @@ class Proxy:
         self._commands: "queue.Queue[Callable[[], None]]" = queue.Queue()
         self._closed = False
         self._failure = ""
-        self._listener = socket.create_server((HOST, 0), backlog=128)
+        self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._wake_out, self._wake_in = socket.socketpair()
