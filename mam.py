@@ -7968,6 +7968,7 @@ def _run_runner(settings: Settings, broker: Broker, options: RunnerOptions, keys
         line = daemon.line(broker)
         runner.hopeless = lambda: line.final and not line.connects
         code = daemon.run()
+        registry.set_meta("daemon", None)      # else we seem to be one that lives, and no other is started
         if runner.hopeless():
             raise MamError(line.why, exit=Exit.BROKER, code="broker", hint="check .mam.env on this host")
     with Registry(settings.registry_dir) as registry:
