@@ -2449,6 +2449,15 @@ class Registry:
             self._execute("UPDATE attempts SET %s = ? WHERE job_id = ? AND attempt_id = ? AND %s = ?" % (
                 column, column), (after, job_id, attempt, before))
 
+    def owe_mails_again(self) -> None:
+        """Owe what runners have not answered yet: a broker may have lost it. The same bytes, so it does no harm."""
+        if self._execute("SELECT 1 FROM attempts WHERE (dispatch_mail OR control_mail) AND (dispatch_mail = ? "
+                         "OR control_mail = ?) LIMIT 1", (KEPT, KEPT)):
+            with self.write(durable=False):
+                for column in ("dispatch_mail", "control_mail"):
+                    self._execute("UPDATE attempts SET %s = ? WHERE (dispatch_mail OR control_mail) AND %s = ?" % (
+                        column, column), (OWED, KEPT))
+
     def forget_unanswered(self, before: str) -> None:
         """Take what was told to runners that never answered off the broker, once it is this old."""
         if self._execute("SELECT 1 FROM attempts WHERE (dispatch_mail OR control_mail) AND control_mail = ? "
@@ -4024,6 +4033,7 @@ class Line:
         self.dispatcher.connected()
         self.guest.connected(self.connection)
         log("connected to %s%s" % (broker_address(self.broker), " again (reconnected)" if self.connects > 1 else ""))
+        self._registry.owe_mails_again()
         for job_id in self._registry.jobs_owing(100000):
             self.enqueue(job_id)
 
