@@ -2619,7 +2619,7 @@ class Registry:
                               "AND claimed_mono IS NULL", (utc_now(), instant(), job.job_id))
             return "filled"
         arriving.top = max(arriving.top, seq)
-        ends = payload["event"] in TERMINAL_EVENTS and data.get("settles") is not False     # the attempt, if not the job
+        ends = payload["event"] in TERMINAL_EVENTS and data.get("settles") is not False
         if decision.verdict == "commit" and not ends and (decision.status, decision.phase) == (job.status, job.phase):
             arriving.news.append(payload)                # the record is written once for the whole batch
         elif decision.verdict == "commit":
@@ -4528,6 +4528,7 @@ class Inbox:
         self._holes: Dict[str, Tuple[int, int, float]] = {}   # job id: (first missing, times asked, since when)
         self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is awaited)
         self._told: Dict[str, Tuple[int, int]] = {}           # job id: (attempt, number) of a state ahead of its events
+        self._probes: Dict[str, Tuple[int, Any, float]] = {}  # job id: (SUBSCRIBE's mid, last sign of life, when)
 
     def connected(self) -> None:
         """Nothing is subscribed on a new connection: a clean session restores nothing.
@@ -4536,6 +4537,7 @@ class Inbox:
         """
         self._asked.clear()
         self._topics.clear()
+        self._probes.clear()
         self.subscribed.clear()
         self.refused.clear()
 
@@ -4576,6 +4578,7 @@ class Inbox:
         self._keys = {job_id: keys for job_id, keys in self._keys.items() if job_id in wanted}
         self._whole = {job_id: whole for job_id, whole in self._whole.items() if job_id in wanted}
         self._told = {job_id: told for job_id, told in self._told.items() if job_id in wanted}
+        self._probes = {job_id: probe for job_id, probe in self._probes.items() if job_id in wanted}
 
     def forget_keys(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
@@ -4584,6 +4587,8 @@ class Inbox:
     def turn(self, now: float) -> None:
         """Note granted subscriptions; apply states whose events did not come; ask for what is missing."""
         connection = self._line.connection
+        if connection:
+            self._check_probes(connection, now)
         for mid in list(self._asked) if connection else ():
             granted = connection.granted(mid) if connection else None
             if granted is None:
@@ -4610,6 +4615,29 @@ class Inbox:
                 self._look_for_hole(job_id)
         for job_id in list(self._holes):
             self._ask_again(job_id, now)
+
+    def hears(self, job: Job) -> bool:
+        """Whether the broker has answered us since this job was last heard of; asked, if it was not yet.
+
+        On a dead connection all are silent: that is no silence of the runner.
+        """
+        connection = self._line.connection
+        if connection is None:
+            return False
+        mid, sign, _ = self._probes.get(job.job_id, (0, None, 0.0))
+        if sign != (job.last_seq, job.last_event_mono):
+            try:
+                mid = connection.subscribe([events_topic(job)])
+            except BrokerError:
+                return False                  # which the line's next turn sees as well
+            self._probes[job.job_id] = (mid, (job.last_seq, job.last_event_mono), time.monotonic())
+        return connection.granted(mid) is not None
+
+    def _check_probes(self, connection: Connection, now: float) -> None:
+        if any(now - asked > 2 * PUBACK_TIMEOUT_S and connection.granted(mid) is None
+               for mid, _, asked in self._probes.values()):
+            raise BrokerError("%s has not answered for %ds" % (
+                broker_address(self._line.broker), 2 * PUBACK_TIMEOUT_S))
 
     def _count(self, word: str) -> None:
         if word not in ("accepted", "filled", "behind"):
@@ -4774,8 +4802,9 @@ class Clock:
     comes between the look and the close wins.
     """
 
-    def __init__(self, registry: Registry, settings: Settings, on_wire: Callable[[str], bool]):
-        self._registry, self._settings, self._on_wire = registry, settings, on_wire
+    def __init__(self, registry: Registry, settings: Settings, on_wire: Callable[[str], bool],
+                 hears: Callable[[Job], bool] = lambda job: True):
+        self._registry, self._settings, self._on_wire, self._hears = registry, settings, on_wire, hears
         self.jobs: Dict[str, Job] = {}              # open ones
         self.beats: Dict[str, Beat] = {}
         self.gaps: List[Tuple[float, float]] = []   # (length, end) of when nobody looked, each longer than all after it
@@ -4899,6 +4928,9 @@ class Clock:
         if not limits or min(limits).left_s > 0:
             return False
         verdict = min(limits)
+        if verdict.request in ("unresponsive", "agent_blocked") and not self._hears(job):
+            self._plan("deadline", job_id, now + LOOK_S)
+            return False
         record(self._registry, self._settings, job_id, verdict.request, source="daemon", detail=verdict.why,
                attempt=job.attempt_id, last_seq=job.last_seq)
         return True     # (refused, if an event came in between: it is planned anew already)
@@ -4913,7 +4945,7 @@ class Daemon:
         self._guest, self._is_runner = guest or Guest(), guest is not None
         self._wake_fd = self._open_wake()
         self._lines: Dict[Broker, Line] = {}
-        self._clock = Clock(registry, settings, self._on_wire)
+        self._clock = Clock(registry, settings, self._on_wire, self._hears)
         self._me = identity_of(os.getpid())
         self._version = -1
         self._cursor: Optional[int] = None     # key of the last line of the log that was looked at
@@ -5000,6 +5032,11 @@ class Daemon:
     def _on_wire(self, job_id: str) -> bool:
         job = self._clock.jobs.get(job_id)
         return job is not None and any(line.is_quiet(job_id) and line.carries(job) for line in self._lines.values())
+
+    def _hears(self, job: Job) -> bool:
+        """Whether a job's silence is its own: for one on another host, whether its broker still answers us."""
+        return job.transport != "remote" or all(
+            line.inbox.hears(job) for line in self._lines.values() if line.carries(job))
 
     def _turn(self) -> bool:
         """One turn of everything. True: leave."""
