@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 import uuid
@@ -16,14 +15,13 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import pytest
 
-from support import marked_pids, poll
+from support import poll
 from support.brokers import Broker
-from support.cli import Background, Result
+from support.cli import Background
 from support.daemons import UP_S, Post, topics
-from support.hosts import BROKER_ADDRESS, Host, Net, leftovers, pythons
+from support.hosts import Host, Net, leftovers, pythons
 from support.inside import Inside
 from support.observer import Observer, retained
-from support.proxy import Proxy
 
 pytestmark = pytest.mark.root
 
@@ -39,7 +37,10 @@ mam.BACKOFF_BASE_S = 0.2
 mam.BACKOFF_MAX_S = 0.5
 """
 # Counts itself, and works until the test lets it (or all) go.
-WORK = 'echo "$JOB_ID.$MAM_ATTEMPT_ID" >> ran; until [ -e go ] || [ -e "go.$JOB_ID" ]; do sleep 0.05; done; echo "did it"'
+WORK = ('echo "$JOB_ID.$MAM_ATTEMPT_ID" >> ran; until [ -e go ] || [ -e "go.$JOB_ID" ]; do sleep 0.05; done; '
+        'echo "did it"')
+# Publishes once the test says so, while something is cut or dead.
+AWAY = "until [ -e away ]; do sleep 0.05; done; $MAM_PUBLISH_CMD --event progress --detail meanwhile; "
 
 
 # ---- the scene -------------------------------------------------------------------------------------------------
@@ -186,11 +187,9 @@ class Rig:
     # ---- what must hold in the end ---------------------------------------------------------------------------
 
     def assert_same_log(self, job: str, *sides: Post) -> None:
-        """What the runners have recorded of a job, number by number, is what the orchestrator has. Beats are no news."""
+        """What the runners have recorded of a job, number by number, is what the orchestrator has, beats aside."""
         def told() -> List[Any]:
-            rows = [row for side in sides for row in story(side, job)]
-            return sorted(row for row in rows if row[0] not in superseded)
-        superseded: List[int] = []
+            return sorted(row for side in sides for row in story(side, job))
         poll(lambda: told() == story(self.post, job), UP_S,
              lambda: f"the same log of {job}:\n{told()}\n{story(self.post, job)}\n{self.post.describe()}")
         numbers = [row[1] for row in story(self.post, job)]
@@ -243,6 +242,18 @@ def ran(*hosts: Host) -> Counter:
 
 def go(host: Host, job: str = "") -> None:
     (host.workspace / (f"go.{job}" if job else "go")).touch()
+
+
+def commands(host: Host) -> List[int]:
+    """The commands of jobs that run on a host."""
+    found = []
+    for pid in host.processes():
+        try:
+            words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue                            # gone meanwhile
+        found += [pid] if words[1:2] == [b"-c"] else []
+    return found
 
 
 def holds(condition: Callable[[], Any], seconds: float, message: Callable[[], str]) -> None:
@@ -299,11 +310,12 @@ def test_a_cut_link_here_closes_nothing_and_loses_nothing(rig: Rig, wire: Broker
     """Lost: remote work, given up because the laptop that had asked for it was off the network for a while."""
     rig.on(wire)
     gpu = rig.worker()
-    rig.serve(gpu, command="until [ -e away ]; do sleep 0.05; done; $MAM_PUBLISH_CMD --event progress --detail meanwhile"
-                           "; " + WORK)
+    rig.serve(gpu, command=AWAY + WORK)
     rig.post.run(HASTE)
     run = rig.delegate(*IDLE)
     job = rig.at_work(run)
+    # With nothing on its way there is nothing whose missing acknowledgement would tell of the cut.
+    poll(lambda: rig.post.rows("SELECT dispatch_mail FROM attempts") == [(0,)], UP_S, "the dispatch, taken back")
     rig.orch.unplug()
     (gpu.workspace / "away").touch()
     holds(lambda: rig.post.job(job).status == "running", IDLE_S * 1.5,
@@ -369,19 +381,19 @@ def test_what_a_runner_has_not_heard_is_said_again_to_a_broker_without_memory(
     gpu = rig.worker()
     rig.serve(gpu, code=HASTE)
     rig.post.run(HASTE)
-    run = rig.delegate()
+    run = rig.delegate("--heartbeat", 1, "--heartbeat-misses", 60)
     job = rig.at_work(run)
     gpu.unplug()
+    poll(lambda: rig.side(gpu).line()["state"] != "up", UP_S, "the cut is noticed, so nothing is on its way to it")
     cancelled = rig.orch("cancel", job, check=0)
     assert "has not answered yet" in cancelled.stderr, cancelled
     assert run.wait().code == 1
     with rig.net.inside():
         broker.restart(kill=True)
-    rig.post.wait_line()
+    poll(lambda: rig.post.line()["connects"] > 1, UP_S, "connected again")
     gpu.plug()
     rig.assert_agreed(job, "cancelled", rig.side(gpu))
-    poll(lambda: not [pid for pid in gpu.processes() if b"until" in Path(f"/proc/{pid}/cmdline").read_bytes()], UP_S,
-         "the command is gone")
+    poll(lambda: not commands(gpu), UP_S, "the command is gone")
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------
@@ -427,8 +439,7 @@ def test_an_orchestrator_that_was_killed_sees_everything_afterwards(rig: Rig, wi
     """Lost: what a remote job did and how it ended, when the machine that delegated it crashed meanwhile."""
     rig.on(wire)
     gpu = rig.worker()
-    rig.serve(gpu, command="until [ -e away ]; do sleep 0.05; done; $MAM_PUBLISH_CMD --event progress --detail meanwhile"
-                           "; " + WORK)
+    rig.serve(gpu, command=AWAY + WORK)
     run = rig.delegate()
     job = rig.at_work(run)
     run.kill()

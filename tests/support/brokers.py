@@ -377,8 +377,8 @@ class Mosquitto(Broker):
         return found
 
     def _write_config(self) -> List[str]:
-        lines = [f"listener {self.port} {self.listen}", "log_dest stderr", "log_type all", "log_timestamp_format %H:%M:%S",
-                 "set_tcp_nodelay true"]
+        lines = [f"listener {self.port} {self.listen}", "log_dest stderr", "log_type all",
+                 "log_timestamp_format %H:%M:%S", "set_tcp_nodelay true"]
         if os.geteuid() == 0:
             lines.insert(0, "user root")    # else it becomes another user, who cannot read the test's folder
         lines += [f"password_file {self._password_file()}", "allow_anonymous false"] if self.users() \
