@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 import uuid
@@ -19,9 +20,10 @@ from support import poll
 from support.brokers import Broker
 from support.cli import Background
 from support.daemons import UP_S, Post, topics
-from support.hosts import Host, Net, leftovers, pythons
+from support.hosts import BROKER_ADDRESS, Host, Net, leftovers, pythons
 from support.inside import Inside
 from support.observer import Observer, retained
+from support.proxy import Proxy
 
 pytestmark = pytest.mark.root
 
@@ -482,3 +484,362 @@ def test_a_runner_that_is_ended_answers_what_it_has_not_begun(rig: Rig, wire: Br
     assert ran(gpu) == {f"{working}.1": 1}
 
 
+# ---- dispatches that must not run ------------------------------------------------------------------------------
+
+class Forge:
+    """Makes dispatches as an orchestrator with the secret of a rig does, and so whatever is almost one."""
+
+    def __init__(self, rig: Rig, runner: str) -> None:
+        self.rig, self.runner, self.module = rig, runner, rig.module
+
+    def key(self, session: str = "") -> str:
+        return str(self.module.session_key(self.rig.secret, session or self.rig.session))
+
+    def dispatch(self, job: str, attempt: int = 1, age_s: float = 0.0, token: str = "", session: str = "",
+                 key: str = "", **data: Any) -> bytes:
+        """A dispatch of `age_s` seconds ago, good for a minute, for the session's runner; `data` replaces fields."""
+        module, token = self.module, token or uuid.uuid4().hex
+        issued = time.time() - age_s
+        keys = module.attempt_keys(key or self.key(session), job, attempt, token)[1]
+        fields = {"dispatch_token": token, "attempt_id": attempt, "kid": keys["kid"],
+                  "session": session or self.rig.session, "runner": self.runner, "seq_base": 0,
+                  "issued_at": module.utc_text(issued), "expires_at": module.utc_text(issued + 60), "prompt": "run me",
+                  "contract": {"agent": "claude-code", "role": "Worker", "timeout_sec": 60, "idle_timeout_sec": 60,
+                               "heartbeat_sec": 30, "heartbeat_misses": 4, "ack_timeout_sec": 60, "artifacts": []}}
+        payload = module.event_payload(job, 0, "dispatch", fields["issued_at"], "", {**fields, **data})
+        return bytes(module.sign(payload, keys["control"]))
+
+
+def topic_of(job: str, kind: str) -> str:
+    return f"python/mqtt/jobs/{job}/{kind}"
+
+
+def runner_id(side: Post) -> str:
+    return str(side.rows("SELECT value FROM meta WHERE key = 'runner_id'")[0][0])
+
+
+def test_yesterdays_dispatch_is_refused_and_answered(rig: Rig, wire: Broker) -> None:
+    """Lost: trust. A job given up yesterday runs this morning, when the runner's host is switched on."""
+    rig.on(wire)
+    gpu = rig.worker()
+    side = rig.side(gpu)
+    rig.serve(gpu).stop()
+    job = "old-" + uuid.uuid4().hex[:8]
+    forge = Forge(rig, runner_id(side))
+    order = forge.dispatch(job, age_s=86400)
+    rig.observe(None).publish(topic_of(job, "dispatch"), order, retain=True)
+    run = rig.serve(gpu)
+    said = run.wait_for(f"refused attempt 1 of job {job}", UP_S, "stderr")
+    data = json.loads(order)["data"]
+    assert data["issued_at"] in said and data["expires_at"] in said and "it is 20" in said, said
+    poll(lambda: rig.retained_json(topic_of(job, "events")).get("event") == "error", UP_S, "the answer")
+    answer = rig.retained_json(topic_of(job, "events"))
+    assert answer["data"]["reason"] == "spawn_failed" and data["expires_at"] in answer["detail"]
+    token = data["dispatch_token"]
+    rig.module.verify(answer, rig.module.attempt_keys(rig.key, job, 1, token)[0])
+    rig.seen[0].publish(topic_of(job, "dispatch"), b"", retain=True)
+    assert not ran(gpu) and side.job(job).status == "error"
+
+
+def test_a_dispatch_runs_at_most_once_whoever_repeats_or_alters_it(rig: Rig, either: Broker) -> None:
+    """Lost: control over what runs: anybody at the broker could have it run again, or something else."""
+    rig.on(either)
+    gpu = rig.worker()
+    runner = rig.serve(gpu, "--parallel", 4, "--stdin", command="cat >> ran; echo >> ran")
+    side, wire = rig.side(gpu), rig.observe(None)
+    forge = Forge(rig, runner_id(side))
+    dice = random.Random(20)
+    tag = uuid.uuid4().hex[:8]
+
+    def send(job: str, order: bytes) -> None:
+        wire.publish(topic_of(job, "dispatch"), order)
+
+    def run_once(job: str, order: bytes) -> None:
+        send(job, order)
+        poll(lambda: side.rows("SELECT 1 FROM jobs WHERE job_id = ? AND status = 'completed'", job), UP_S,
+             lambda: f"{job} runs: {runner}")
+    good = forge.dispatch(f"good-{tag}", prompt="good")
+    run_once(f"good-{tag}", good)
+    for _ in range(3):
+        send(f"good-{tag}", good)                                                       # replayed
+    send(f"elsewhere-{tag}", good)                                                      # under another job's name
+    send(f"good-{tag}", forge.dispatch(f"good-{tag}", prompt="other token"))
+    for number in range(40):                                                            # one byte is another one
+        job = f"altered-{tag}-{number}"
+        order = bytearray(forge.dispatch(job, prompt="altered"))
+        place = dice.randrange(len(order))
+        order[place] ^= 1 << dice.randrange(7)
+        send(job, bytes(order))
+    other = "other-" + tag
+    send(f"session-{tag}", forge.dispatch(f"session-{tag}", session=other, prompt="another session"))
+    kid = rig.module.key_id(rig.key)
+    send(f"key-{tag}", forge.dispatch(f"key-{tag}", key=forge.key(other), prompt="another session's key"))
+    send(f"kid-{tag}", forge.dispatch(f"kid-{tag}", key=forge.key(other), kid=kid, prompt="another session's key"))
+    send(f"runner-{tag}", forge.dispatch(f"runner-{tag}", runner="0123456789abcdef", prompt="another runner"))
+    run_once(f"twice-{tag}", forge.dispatch(f"twice-{tag}", attempt=2, seq_base=5, prompt="attempt 2"))
+    send(f"twice-{tag}", forge.dispatch(f"twice-{tag}", attempt=1, prompt="attempt 1"))
+    run_once(f"last-{tag}", forge.dispatch(f"last-{tag}", prompt="last"))
+    assert sorted((gpu.workspace / "ran").read_text().split("\n")) == ["", "attempt 2", "good", "last"]
+    refused = side.info()["runner"]["refused"]
+    assert refused["signature"] >= 20 and refused["conflict"] == 1 and refused["stale"] == 1 and refused["kid"] >= 1
+    assert "refused a message on" in runner.stderr and "wrong signature" in runner.stderr
+
+
+def test_another_sessions_key_forges_nothing(rig: Rig, wire: Broker) -> None:
+    """Lost: the wall between hosts. Whoever breaks into one runner ends, or cancels, the jobs of all others."""
+    rig.on(wire)
+    gpu = rig.worker()
+    rig.serve(gpu)
+    watcher = rig.observe("python/mqtt/jobs/+/dispatch")
+    run = rig.delegate()
+    job = rig.at_work(run)
+    # The thief has heard the token, and has the key of another session of the same secret.
+    order = watcher.wait_for(lambda m: m.payload and job in m.topic, UP_S).json()
+    token = order["data"]["dispatch_token"]
+    stolen = rig.module.session_key(rig.secret, "stolen")
+    event_key, more = rig.module.attempt_keys(stolen, job, 1, token)
+    data = {"dispatch_token": token, "attempt_id": 1}
+    for event in ("completed", "error"):
+        payload = rig.module.event_payload(job, 3, event, rig.module.utc_now(), "forged", data)
+        watcher.publish(topic_of(job, "events"), rig.module.sign(payload, event_key))
+    state = rig.module.event_payload(job, 9, "state", rig.module.utc_now(), "forged", data)
+    state.update(status="completed", phase=None, last_event="completed")
+    watcher.publish(topic_of(job, "state"), rig.module.sign(state, event_key))
+    for kid in (more["kid"], order["data"]["kid"]):
+        payload = rig.module.event_payload(job, 0, "cancel", rig.module.utc_now(), "", {
+            **data, "kid": kid, "session": rig.session, "status": "cancelled", "reason": "cancelled"})
+        watcher.publish(topic_of(job, "control"), rig.module.sign(payload, more["control"]))
+    poll(lambda: rig.post.info()["drops"].get("signature", 0) >= 3, UP_S,
+         lambda: f"three dropped and counted: {rig.post.describe()}")
+    poll(lambda: rig.side(gpu).info()["runner"]["refused"] == {"kid": 1, "signature": 1}, UP_S,
+         lambda: f"two refused and counted: {rig.side(gpu).info()}")
+    assert rig.post.job(job).status == rig.side(gpu).job(job).status == "running"
+    go(gpu)
+    done = run.wait()
+    assert done.code == 0 and "forged" not in done.stdout, done
+    rig.assert_same_log(job, rig.side(gpu))
+
+
+def test_a_prompt_that_cannot_travel_is_refused_at_once(rig: Rig, wire: Broker,
+                                                        own_wire: Callable[..., Broker]) -> None:
+    """Lost: an hour, waiting for a job whose brief no broker takes."""
+    rig.on(wire)
+    words = ("delegate", "--agent-session", "remote:" + rig.session, "--prompt-file", "-", "--wait-for-runner", 60)
+    done = rig.orch(*words, input="x" * 300_000)
+    assert done.code == 1 and "300" in done.stderr and "allowed" in done.stderr, done
+    assert rig.post.rows("SELECT count(*) FROM jobs") == [(0,)]
+    gpu = rig.worker()
+    go(gpu)
+    rig.serve(gpu, "--once", "--stdin", command="cat > brief")
+    assert rig.orch(*words, input="x" * 200_000).code == 0
+    assert (gpu.workspace / "brief").stat().st_size == 200_000
+
+
+def test_a_prompt_that_this_broker_does_not_take_ends_its_job(rig: Rig, own_wire: Callable[..., Broker]) -> None:
+    """Lost: every other job too, when the broker closes the connection at one dispatch again and again."""
+    rig.on(own_wire("mosquitto", persistence=False, extra="max_packet_size 20000"))
+    gpu = rig.worker()
+    rig.serve(gpu)
+    go(gpu)
+    rig.post.run(HASTE)
+    done = rig.delegate(prompt="x" * 60_000).wait()
+    assert done.code == 1 and "larger than the broker takes" in done.stdout, done
+    assert rig.delegate().wait().code == 0 and sum(ran(gpu).values()) == 1
+
+
+def test_a_dispatch_that_the_broker_drops_ends_its_job(rig: Rig, own_wire: Callable[..., Broker]) -> None:
+    """Lost: the reason. A user without the right to publish gets an acknowledgement all the same."""
+    rig.on(own_wire("mosquitto", user="worker", password="pw-of-worker", more_users={"boss": "pw-of-boss"},
+                    acl="user worker\ntopic readwrite #\nuser boss\ntopic read #\n"))
+    gpu = rig.worker()
+    rig.orch.settings("MQTT_USERNAME=boss", "MQTT_PASSWORD=pw-of-boss")
+    rig.serve(gpu)
+    done = rig.delegate().wait()
+    assert done.code == 1 and "may this user publish" in done.stdout, done
+    assert not ran(gpu)
+
+
+def test_an_open_broker_is_refused_on_both_sides(rig: Rig, wire: Broker) -> None:
+    """Lost: the prompt, to everybody on the network, without a word."""
+    rig.on(wire)
+    gpu = rig.worker()
+    open_ = {"MAM_INSECURE_BROKER": "0"}
+    there = gpu("remote", "run", "--session", rig.session, "--exec", "true", env=open_)
+    here = rig.orch("delegate", "--agent-session", "remote:" + rig.session, "--prompt", "x", env=open_)
+    for done in (there, here):
+        assert done.code == 1 and "TLS" in done.stderr and "--insecure-broker" in done.stderr, done
+    assert rig.post.rows("SELECT count(*) FROM jobs") == [(0,)]
+
+
+# ---- many ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_a_pool_shares_a_hundred_jobs(rig: Rig, wire: Broker) -> None:
+    """Lost: the point of a pool; or a job, run by two of its runners or by none."""
+    rig.on(wire)
+    hosts = [rig.worker(where) for where in HOSTS[1:]]
+    for host in hosts:
+        rig.serve(host, "--pool", "--parallel", 2, command='echo "$JOB_ID.$MAM_ATTEMPT_ID" >> ran', wait=False)
+    for host in hosts:
+        host.background[-1].wait_for("serves remote:", UP_S, "stderr")
+    jobs = rig.delegate_many(100)
+    poll(lambda: rig.post.rows("SELECT count(*) FROM jobs WHERE status = 'completed'") == [(100,)], 90,
+         lambda: f"{rig.post.rows('SELECT status, reason, detail, count(*) FROM jobs GROUP BY 1, 2, 3')}")
+    assert ran(*hosts) == {f"{job}.1": 1 for job in jobs}
+    shares = [sum(ran(host).values()) for host in hosts]
+    assert min(shares) >= 10, shares
+    for job in jobs[:5]:
+        rig.assert_same_log(job, *[rig.side(host) for host in hosts])
+
+
+def test_both_ends_in_one_workspace(rig: Rig, wire: Broker) -> None:
+    """Lost: trying it out on one machine; each end took the other's jobs for its own."""
+    rig.on(wire)
+    rig.serve(rig.orch)
+    run = rig.delegate()
+    job = rig.at_work(run)
+    local = rig.orch("delegate", "--agent-session", "exec:x", "--exec", "echo here", "--prompt", "x", check=0)
+    assert "here" in local.stdout
+    go(rig.orch)
+    assert run.wait().code == 0
+    assert ran(rig.orch) == {f"{job}.1": 1}
+    rig.assert_same_log(job, rig.side(rig.orch))
+    rig.assert_agreed(job, "completed", rig.side(rig.orch))
+    assert [row[0] for row in rig.side(rig.orch).rows("SELECT job_id FROM jobs")] == [job]
+
+
+# ---- ends of the operator --------------------------------------------------------------------------------------
+
+CANCEL_RACES = 20
+
+
+@pytest.mark.slow
+def test_cancel_against_completed_has_one_winner(rig: Rig, wire: Broker) -> None:
+    """Lost: knowing how a job ended: cancelled here, completed there, and for those who look later something else."""
+    rig.on(wire)
+    gpu = rig.worker()
+    rig.serve(gpu, "--parallel", CANCEL_RACES)
+    jobs = rig.delegate_many(CANCEL_RACES)
+    poll(lambda: rig.post.rows("SELECT count(*) FROM events WHERE detail = 'the command runs'") == [(len(jobs),)],
+         2 * UP_S, lambda: f"all at work: {rig.post.describe()}")
+    dice = random.Random(4)
+    plan = [(job, dice.uniform(0, 0.25)) for job in jobs]
+    rig.inside.run(rig.orch, f"""
+import time
+for job, pause_s in {plan!r}:
+    open(os.path.join({str(gpu.workspace)!r}, "go." + job), "w").close()
+    time.sleep(pause_s)
+    mam.main(["cancel", job])
+""")
+    side = rig.side(gpu)
+    ends = Counter()
+    for job in jobs:
+        poll(lambda: rig.post.job(job).status != "running", UP_S, lambda: str(rig.post.job(job)))
+        status = rig.post.job(job).status
+        rig.assert_agreed(job, status, side)
+        ends[status] += 1
+    assert set(ends) <= {"completed", "cancelled"} and ran(gpu) == {f"{job}.1": 1 for job in jobs}
+    print(ends)
+
+
+def test_cancel_ends_the_work_there_and_says_so(rig: Rig, either: Broker) -> None:
+    """Lost: the way to stop an agent that runs on another host."""
+    rig.on(either)
+    gpu = rig.worker()
+    rig.serve(gpu)
+    run = rig.delegate()
+    job = rig.at_work(run)
+    done = rig.orch("cancel", job, "--detail", "wrong branch", check=0)
+    assert "has ended it" in done.stderr, done
+    assert run.wait().code == 1
+    rig.assert_agreed(job, "cancelled", rig.side(gpu))
+    poll(lambda: not commands(gpu), UP_S, "the command is gone")
+
+
+def test_a_job_goes_on_at_a_host_that_never_saw_it(rig: Rig, wire: Broker) -> None:
+    """Lost: a job, with the host it was given to; and the story of its first attempt."""
+    rig.on(wire)
+    first, second = rig.worker("gpu1"), rig.worker("gpu2")
+    runner = rig.serve(first, command="echo one; exit 3")
+    failed = rig.delegate().wait()
+    job = failed.stderr.split("job ")[1].split()[0]
+    assert failed.code == 1 and "exit status 3" in failed.stdout, failed
+    assert runner.stop().code == 0
+    rig.serve(second, wait=False)
+    go(second)
+    poll(lambda: "online" in rig.orch("remote", "list", check=0).stdout, UP_S, "the other runner")
+    again = rig.orch("redispatch", job, "--follow")
+    assert again.code == 0 and "did it" in again.stdout, again
+    assert ran(first, second) == {f"{job}.2": 1}
+    rig.assert_same_log(job, rig.side(first), rig.side(second))
+    rig.assert_agreed(job, "completed", rig.side(second))
+
+
+def test_a_late_result_of_an_attempt_given_up_is_kept(rig: Rig, wire: Broker) -> None:
+    """Lost: what the first host had done after all, or the result of the second, overwritten by it."""
+    rig.on(wire)
+    first, second = rig.worker("gpu1"), rig.worker("gpu2")
+    rig.serve(first, "--pool", code=HASTE)
+    run = rig.delegate()
+    job = rig.at_work(run)
+    first.unplug()
+    go(first)
+    poll(lambda: rig.side(first).job(job).status == "completed", UP_S, "the end of attempt 1, over there")
+    other = rig.serve(second, "--pool", wait=False)
+    other.wait_for("serves remote:", UP_S, "stderr")
+    # The first still counts as living for a moment; what it is given then is withdrawn when it stays silent.
+    poll(lambda: rig.orch("remote", "list").stdout.count("serving") <= 2, UP_S, "seen")
+    assert rig.orch("redispatch", job, "--force").code == 0
+    poll(lambda: rig.post.job(job).runner is not None, UP_S, "given to a runner")
+    if rig.post.job(job).runner != runner_id(rig.side(second)):
+        rig.post.wait_status(job, "error")
+        assert rig.orch("redispatch", job).code == 0
+    first.plug()
+    poll(lambda: "completed" in late(rig.post, job), UP_S, lambda: f"late: {rig.post.describe()}")
+    go(second)
+    rig.post.wait_status(job, "completed")
+    attempt = rig.post.job(job).attempt_id
+    assert ran(first, second) == {f"{job}.1": 1, f"{job}.{attempt}": 1}
+    rig.assert_agreed(job, "completed", rig.side(second))
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------
+
+def test_no_secret_crosses_the_broker(rig: Rig, broker_kind: str, own_wire: Callable[..., Broker]) -> None:
+    """Lost: everything, to whoever may read at the broker."""
+    password = "broker-" + uuid.uuid4().hex
+    broker = own_wire(broker_kind, user="mam", password=password)
+    with rig.net.inside():
+        way = Proxy(broker.port, host=BROKER_ADDRESS)
+    try:
+        rig.on(broker, MQTT_PORT=str(way.port))
+        seen = rig.observe("#")
+        gpu = rig.worker()
+        rig.serve(gpu, command='env; cat .mam.env; echo "$(cat .mam.env)" | head -c 3000 | $MAM_PUBLISH_CMD '
+                               '--event progress --detail-file -; cat .mam.env | tr "\\n" " "')
+        run = rig.delegate()
+        job = rig.job_of(run)
+        assert run.wait().code == 0
+        assert rig.orch("redispatch", job, "--follow").code == 0
+        rig.assert_agreed(job, "completed", rig.side(gpu))
+        cancelled = rig.orch("delegate", "--agent-session", "remote:" + rig.session, "--prompt", "x", "--detach",
+                             check=0).stdout.strip()
+        rig.orch("cancel", cancelled)
+        rig.orch("remote", "list", check=0)
+    finally:
+        way.close()
+    secrets = {"the dispatch secret": rig.secret, "the session's key": rig.key}
+    presence = rig.module.derive_key(rig.key, "presence")
+    secrets["the presence key"] = presence
+    for number, (token, key) in enumerate(rig.post.rows("SELECT dispatch_token, auth_token FROM attempts")):
+        secrets[f"event key {number}"] = key
+    for row in rig.post.rows("SELECT remote_keys FROM attempts"):
+        secrets["control key " + row[0][:12]] = json.loads(row[0])["control"]
+    crossed = way.recorded_up + way.recorded_down
+    assert job.encode() in crossed and len(seen.all) > 10
+    for name, secret in secrets.items():
+        assert secret.encode() not in crossed, name
+        assert not [m for m in seen.all if secret.encode() in m.payload + m.topic.encode()], name
+    # The password is in each CONNECT, which is what it is for, and nowhere else.
+    assert crossed.count(password.encode()) == way.recorded_up.count(b"\x00\x04MQTT\x04") > 0
+    assert not [m for m in seen.all if password.encode() in m.payload]
