@@ -132,11 +132,14 @@ REFUSED_PAUSE_S = 300.0              # and after that, seldom
 POISON_LOSS_COUNT = 3                # a message alone on its way at so many losses is what kills the connection
 INBOX_BATCH_COUNT = 200              # messages taken in by one commit
 INBOX_PAUSE_S = 0.02                 # between two such commits: in a flood they are what costs most
+WIDE_COUNT = 20                      # remote jobs heard by name; nats-server allows a session 63 QoS 1 subscriptions
+CATCH_UP_COUNT = 8                   # and of what comes on top of that, so many at a time
 RESEND_AT_S = (0.0, 5.0, 30.0)       # when a hole in a remote job's numbers is asked for
 HOLE_GIVEN_UP_S = 60.0               # and when it is written down as a gap
 PRESENCE_S = 5.0                     # a runner says this often that it is there
 SILENT_S = 10.0                      # one that has not said so for this long does not serve
 SETTLE_S = 1.0                       # what a broker retains has come this long after its SUBACK
+READ_BACK_COUNT = 16                 # dispatches read back at a time: each is a subscription
 READ_BACK_S = 5.0                    # a dispatch that cannot be read back by then was denied
 CLOCK_SKEW_S = 300.0                 # by which the clocks of two hosts may differ
 ANSWER_WAIT_S = 86400.0              # a runner that was told of an end is listened to for this long
@@ -4275,12 +4278,14 @@ class Dispatcher:
         self._keys: Dict[str, str] = {}                       # session: key of its presence
         self._seen: Dict[Tuple[str, str], _Seen] = {}         # by (session, runner)
         self._read_backs: Dict[str, _ReadBack] = {}           # by topic
+        self._unread: List[str] = []                          # job ids whose dispatch is yet to be read back
         self._sent: Dict[str, float] = {}                     # job id: when its dispatch was acknowledged
         self.changed = False                                  # something was committed: the jobs are to be read anew
 
     def connected(self) -> None:
         self._filters.clear()
         self._read_backs.clear()
+        self._unread.clear()
         self._seen = {key: _Seen(seen.presence, None) for key, seen in self._seen.items()}
 
     def watch(self, jobs: Sequence[Job]) -> None:
@@ -4329,6 +4334,9 @@ class Dispatcher:
         connection = self._line.connection
         mail = next((mail for mail in self._registry.mails(job.job_id) if mail.attempt_id == job.attempt_id), None)
         if connection is None or mail is None or mail.dispatch_mail != KEPT:
+            return
+        if len(self._read_backs) >= READ_BACK_COUNT:
+            self._unread.append(job.job_id)
             return
         topic, payload, _ = self.message(job, "dispatch", mail)
         self._read_backs[topic] = _ReadBack(job.job_id, job.attempt_id, payload, time.monotonic() + READ_BACK_S)
@@ -4383,6 +4391,8 @@ class Dispatcher:
                 self._read(topic)
                 self.give_up(read_back.job_id, "the broker has acknowledged the dispatch and not kept it: may this "
                                                "user publish and read %s?" % topic)
+        while self._unread and len(self._read_backs) < READ_BACK_COUNT:
+            self._read_back(self._registry.job(self._unread.pop(0)))
         loads = self._registry.runner_loads() if self._jobs else {}
         for job in list(self._jobs):
             if job.delivery == "sending" and job.runner is None:
@@ -4509,6 +4519,11 @@ def log(text: str) -> None:
         pass   # there is nowhere else to say it
 
 
+def _root_of(topic: str) -> str:
+    """What stands before the job in the topic of its events or state."""
+    return topic.rpartition("/")[0].rpartition("/")[0]
+
+
 class Inbox:
     """What arrives for the open remote jobs over one line: checked, counted, stored in batches."""
 
@@ -4528,6 +4543,10 @@ class Inbox:
         self._holes: Dict[str, Tuple[int, int, float]] = {}   # job id: (first missing, times asked, since when)
         self._whole: Dict[str, Tuple[int, int]] = {}          # job id: (attempt, up to where no number is awaited)
         self._told: Dict[str, Tuple[int, int]] = {}           # job id: (attempt, number) of a state ahead of its events
+        self._wide: Dict[str, int] = {}                       # topic root heard as a whole: SUBSCRIBE's mid
+        self._narrow: set = set()                             # roots that the broker refuses to show as a whole
+        self._behind: List[str] = []                          # jobs under a wide root that came after it
+        self._catching_up: Optional[int] = None               # SUBSCRIBE's mid for some of them
         self._probes: Dict[str, Tuple[int, Any, float]] = {}  # job id: (SUBSCRIBE's mid, last sign of life, when)
 
     def connected(self) -> None:
@@ -4538,6 +4557,9 @@ class Inbox:
         self._asked.clear()
         self._topics.clear()
         self._probes.clear()
+        self._wide.clear()
+        self._behind.clear()
+        self._catching_up = None
         self.subscribed.clear()
         self.refused.clear()
 
@@ -4563,13 +4585,14 @@ class Inbox:
                   if self._line.carries(job)}
         known = {job_id for job_id, _, _ in self._topics.values()}
         fresh = [job for job_id, job in wanted.items() if job_id not in known]
-        for start in range(0, len(fresh), 50):
-            part = fresh[start:start + 50]
-            for job in part:
-                for topic, kind in ((events_topic(job), "events"), (state_topic(job), "state")):
-                    self._topics[topic] = (job.job_id, job.topic_prefix, kind)
-            topics = [topic for job in part for topic in (events_topic(job), state_topic(job))]
-            self._asked[connection.subscribe(topics)] = [job.job_id for job in part]
+        for job in fresh:
+            for topic, kind in ((events_topic(job), "events"), (state_topic(job), "state")):
+                self._topics[topic] = (job.job_id, job.topic_prefix, kind)
+        before = set(self._wide)
+        self._widen(connection, list(wanted.values()))
+        self._ask(connection, [job.job_id for job in fresh if _root_of(events_topic(job)) not in self._wide])
+        self._behind += [job.job_id for job in fresh if _root_of(events_topic(job)) in before]
+        self._catch_up(connection)
         gone = [topic for topic, (job_id, _, _) in self._topics.items() if job_id not in wanted]
         if gone:
             connection.unsubscribe(gone)
@@ -4579,6 +4602,51 @@ class Inbox:
         self._whole = {job_id: whole for job_id, whole in self._whole.items() if job_id in wanted}
         self._told = {job_id: told for job_id, told in self._told.items() if job_id in wanted}
         self._probes = {job_id: probe for job_id, probe in self._probes.items() if job_id in wanted}
+
+    def _ask(self, connection: Connection, job_ids: Sequence[str], count: int = 50) -> None:
+        """Subscribe jobs by name, several at a time."""
+        topics: Dict[str, List[str]] = {}
+        for topic, (job_id, _, _) in self._topics.items():
+            topics.setdefault(job_id, []).append(topic)
+        for start in range(0, len(job_ids), count):
+            part = job_ids[start:start + count]
+            self._asked[connection.subscribe([topic for job_id in part for topic in topics[job_id]])] = list(part)
+
+    def _widen(self, connection: Connection, jobs: Sequence[Job]) -> None:
+        """Hear all of a topic root when many of its jobs are wanted; the names are no longer needed then."""
+        roots: Dict[str, List[str]] = {}
+        for job in jobs:
+            roots.setdefault(_root_of(events_topic(job)), []).append(job.job_id)
+        for root, job_ids in roots.items():
+            if len(job_ids) <= WIDE_COUNT or root in self._wide or root in self._narrow:
+                continue
+            self._wide[root] = connection.subscribe([root + "/+/events", root + "/+/state"])
+            self._asked[self._wide[root]] = job_ids
+            connection.unsubscribe([topic for topic in self._topics if _root_of(topic) == root])
+
+    def _catch_up(self, connection: Connection) -> None:
+        """Have what is retained of jobs sent that came after their root was subscribed."""
+        if self._catching_up is None and self._behind:
+            part, self._behind = self._behind[:CATCH_UP_COUNT], self._behind[CATCH_UP_COUNT:]
+            part = [job_id for job_id in part if any(known[0] == job_id for known in self._topics.values())]
+            self._ask(connection, part)
+            self._catching_up = next((mid for mid, job_ids in self._asked.items() if part and job_ids == part), None)
+
+    def _answered(self, connection: Connection, mid: int, job_ids: Sequence[str], granted: bool) -> bool:
+        """Tidy up behind an answered SUBSCRIBE. True if its jobs are heard."""
+        if mid == self._catching_up:
+            self._catching_up = None
+            connection.unsubscribe([topic for topic, known in self._topics.items() if known[0] in job_ids] or ["-"])
+            self._catch_up(connection)
+            return True                      # by their root, whatever was answered to this
+        root = next((root for root, wide in self._wide.items() if wide == mid), None)
+        if root is not None and not granted:
+            log("%s refuses to show all of %s" % (broker_address(self._line.broker), root))
+            del self._wide[root]
+            self._narrow.add(root)
+            still = {known[0] for topic, known in self._topics.items() if _root_of(topic) == root}
+            self._ask(connection, sorted(still))
+        return granted
 
     def forget_keys(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
@@ -4594,7 +4662,7 @@ class Inbox:
             if granted is None:
                 continue
             jobs = self._asked.pop(mid)
-            if granted:
+            if connection and self._answered(connection, mid, jobs, granted):
                 self.subscribed.update(jobs)
                 self._registry.mark_subscribed(jobs, instant())
                 self.changed.update(jobs)
@@ -4653,8 +4721,8 @@ class Inbox:
         What is good is kept until it is stored: the broker has its acknowledgement already.
         """
         for topic, raw, _retained in received:
-            if not raw:
-                continue                      # a cleared retained message
+            if not raw or topic not in self._topics and _root_of(topic) in self._wide:
+                continue                      # a cleared retained message; or of a job that is none of ours
             try:
                 payload, text = self._accept(topic, raw)
             except Rejected as error:
