@@ -4421,7 +4421,9 @@ class Dispatcher:
                 and not (there[0].presence.pool and now - since < SETTLE_S):      # (news of others may be on its way)
             living = there
         if living:
-            self._assign(job, min(living, key=lambda seen: self._load(seen.presence, loads)).presence.runner, loads)
+            load, runner = min(self._load(seen.presence, loads) for seen in living)
+            if load < 1 or len(living) == len(there) or now - since > PRESENCE_S + SETTLE_S:
+                self._assign(job, runner, loads)      # (else others may be about to say that they live, and are free)
         elif now - since > (PRESENCE_S if there else 0) + SETTLE_S:
             waited_s = elapsed_s(job.delivered_mono, job.delivered_at) or 0.0
             if not job.runner_wait_s:

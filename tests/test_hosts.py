@@ -626,7 +626,7 @@ def test_a_prompt_that_cannot_travel_is_refused_at_once(rig: Rig, wire: Broker,
     rig.on(wire)
     words = ("delegate", "--agent-session", "remote:" + rig.session, "--prompt-file", "-", "--wait-for-runner", 60)
     done = rig.orch(*words, input="x" * 300_000)
-    assert done.code == 1 and "300" in done.stderr and "allowed" in done.stderr, done
+    assert done.code == 1 and "308196 bytes" in done.stderr and "262144 are allowed" in done.stderr, done
     assert rig.post.rows("SELECT count(*) FROM jobs") == [(0,)]
     gpu = rig.worker()
     go(gpu)
@@ -683,8 +683,9 @@ def test_a_pool_shares_a_hundred_jobs(rig: Rig, wire: Broker) -> None:
     for host in hosts:
         host.background[-1].wait_for("serves remote:", UP_S, "stderr")
     jobs = rig.delegate_many(100)
-    poll(lambda: rig.post.rows("SELECT count(*) FROM jobs WHERE status = 'completed'") == [(100,)], 90,
-         lambda: f"{rig.post.rows('SELECT status, reason, detail, count(*) FROM jobs GROUP BY 1, 2, 3')}")
+    poll(lambda: rig.post.rows("SELECT count(*) FROM jobs WHERE status = 'completed'") == [(100,)], 40,
+         lambda: f"{rig.post.rows('SELECT status, reason, max(detail), count(*) FROM jobs GROUP BY 1, 2')}"
+                 f"{[rig.side(host).log()[-1500:] for host in hosts]} {rig.post.describe()}")
     assert ran(*hosts) == {f"{job}.1": 1 for job in jobs}
     shares = [sum(ran(host).values()) for host in hosts]
     assert min(shares) >= 10, shares
@@ -831,7 +832,7 @@ def test_no_secret_crosses_the_broker(rig: Rig, broker_kind: str, own_wire: Call
     secrets = {"the dispatch secret": rig.secret, "the session's key": rig.key}
     presence = rig.module.derive_key(rig.key, "presence")
     secrets["the presence key"] = presence
-    for number, (token, key) in enumerate(rig.post.rows("SELECT dispatch_token, auth_token FROM attempts")):
+    for number, (key,) in enumerate(rig.post.rows("SELECT auth_token FROM attempts")):
         secrets[f"event key {number}"] = key
     for row in rig.post.rows("SELECT remote_keys FROM attempts"):
         secrets["control key " + row[0][:12]] = json.loads(row[0])["control"]
