@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections import Counter
@@ -16,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import pytest
 
-from support import poll
+from support import ROOT, poll
 from support.brokers import Broker
 from support.cli import Background
 from support.daemons import UP_S, Post, topics
@@ -141,14 +143,13 @@ class Rig:
         return Post(host.of_runner(self.session), self.inside)
 
     def delegate(self, *options: object, prompt: str = "do it") -> Background:
-        """Delegate in the foreground of its own process; the runner may still be starting."""
-        return self.orch.popen("delegate", "--agent-session", "remote:" + self.session, "--prompt", prompt,
-                               "--wait-for-runner", 60, *options)
+        """Delegate in the foreground of its own process."""
+        return self.orch.popen("delegate", "--agent-session", "remote:" + self.session, "--prompt", prompt, *options)
 
     def delegate_many(self, count: int, *options: object) -> List[str]:
         """Delegate many jobs with one start of mam; their ids in order."""
-        argv = ["delegate", "--agent-session", "remote:" + self.session, "--prompt", "one of many",
-                "--wait-for-runner", "60", "--detach", *map(str, options)]
+        argv = ["delegate", "--agent-session", "remote:" + self.session, "--prompt", "one of many", "--detach",
+                *map(str, options)]
         return self.inside.run(self.orch, f"for _ in range({count}):\n    mam.main({argv!r})\n").split()
 
     def job_of(self, run: Background) -> str:
@@ -320,11 +321,11 @@ def test_a_cut_link_here_closes_nothing_and_loses_nothing(rig: Rig, wire: Broker
     poll(lambda: rig.post.rows("SELECT dispatch_mail FROM attempts") == [(0,)], UP_S, "the dispatch, taken back")
     rig.orch.unplug()
     (gpu.workspace / "away").touch()
-    holds(lambda: rig.post.job(job).status == "running", IDLE_S * 1.5,
+    holds(lambda: rig.post.job(job).status == "running", IDLE_S + 2,
           lambda: f"{rig.post.job(job)} {rig.post.describe()}")
     go(gpu)
     poll(lambda: rig.side(gpu).job(job).status == "completed", UP_S, "the end, over there")
-    holds(lambda: rig.post.job(job).status == "running", 1.0, lambda: str(rig.post.job(job)))
+    assert rig.post.job(job).status == "running"
     rig.orch.plug()
     done = run.wait()
     assert done.code == 0 and "meanwhile" in done.stdout, done
@@ -405,7 +406,7 @@ def test_work_outlives_its_runner_and_is_never_run_twice(rig: Rig, wire: Broker,
     """Lost: hours of work, with the runner that was killed; or its result, because it was run again over it."""
     rig.on(wire)
     gpu = rig.worker()
-    run = rig.delegate()
+    run = rig.delegate("--wait-for-runner", 60)
     runner = rig.serve(gpu)
     job = rig.at_work(run)
     os.kill(runner.pid, signal.SIGKILL)
@@ -624,7 +625,7 @@ def test_a_prompt_that_cannot_travel_is_refused_at_once(rig: Rig, wire: Broker,
                                                         own_wire: Callable[..., Broker]) -> None:
     """Lost: an hour, waiting for a job whose brief no broker takes."""
     rig.on(wire)
-    words = ("delegate", "--agent-session", "remote:" + rig.session, "--prompt-file", "-", "--wait-for-runner", 60)
+    words = ("delegate", "--agent-session", "remote:" + rig.session, "--prompt-file", "-")
     done = rig.orch(*words, input="x" * 300_000)
     assert done.code == 1 and "308196 bytes" in done.stderr and "262144 are allowed" in done.stderr, done
     assert rig.post.rows("SELECT count(*) FROM jobs") == [(0,)]
@@ -682,7 +683,7 @@ def test_a_pool_shares_a_hundred_jobs(rig: Rig, wire: Broker) -> None:
         rig.serve(host, "--pool", "--parallel", 2, command='echo "$JOB_ID.$MAM_ATTEMPT_ID" >> ran', wait=False)
     for host in hosts:
         host.background[-1].wait_for("serves remote:", UP_S, "stderr")
-    jobs = rig.delegate_many(100)
+    jobs = rig.delegate_many(100, "--wait-for-runner", 60)
     poll(lambda: rig.post.rows("SELECT count(*) FROM jobs WHERE status = 'completed'") == [(100,)], 40,
          lambda: f"{rig.post.rows('SELECT status, reason, max(detail), count(*) FROM jobs GROUP BY 1, 2')}"
                  f"{[rig.side(host).log()[-1500:] for host in hosts]} {rig.post.describe()}")
@@ -733,14 +734,13 @@ for job, pause_s in {plan!r}:
     mam.main(["cancel", job])
 """)
     side = rig.side(gpu)
-    ends = Counter()
+    ends: Counter = Counter()
     for job in jobs:
         poll(lambda: rig.post.job(job).status != "running", UP_S, lambda: str(rig.post.job(job)))
         status = rig.post.job(job).status
         rig.assert_agreed(job, status, side)
         ends[status] += 1
     assert set(ends) <= {"completed", "cancelled"} and ran(gpu) == {f"{job}.1": 1 for job in jobs}
-    print(ends)
 
 
 def test_cancel_ends_the_work_there_and_says_so(rig: Rig, either: Broker) -> None:
@@ -781,27 +781,38 @@ def test_a_late_result_of_an_attempt_given_up_is_kept(rig: Rig, wire: Broker) ->
     rig.on(wire)
     first, second = rig.worker("gpu1"), rig.worker("gpu2")
     rig.serve(first, "--pool", code=HASTE)
-    run = rig.delegate()
+    run = rig.delegate("--wait-for-runner", 60)
     job = rig.at_work(run)
     first.unplug()
     go(first)
     poll(lambda: rig.side(first).job(job).status == "completed", UP_S, "the end of attempt 1, over there")
-    other = rig.serve(second, "--pool", wait=False)
-    other.wait_for("serves remote:", UP_S, "stderr")
-    # The first still counts as living for a moment; what it is given then is withdrawn when it stays silent.
-    poll(lambda: rig.orch("remote", "list").stdout.count("serving") <= 2, UP_S, "seen")
+    rig.serve(second, "--pool")
     assert rig.orch("redispatch", job, "--force").code == 0
-    poll(lambda: rig.post.job(job).runner is not None, UP_S, "given to a runner")
-    if rig.post.job(job).runner != runner_id(rig.side(second)):
-        rig.post.wait_status(job, "error")
-        assert rig.orch("redispatch", job).code == 0
+    # The first still counts as living for a moment, but as busy.
+    poll(lambda: rig.post.job(job).runner == runner_id(rig.side(second)), UP_S, lambda: str(rig.post.job(job)))
     first.plug()
     poll(lambda: "completed" in late(rig.post, job), UP_S, lambda: f"late: {rig.post.describe()}")
     go(second)
     rig.post.wait_status(job, "completed")
-    attempt = rig.post.job(job).attempt_id
-    assert ran(first, second) == {f"{job}.1": 1, f"{job}.{attempt}": 1}
+    assert ran(first, second) == {f"{job}.1": 1, f"{job}.2": 1}
     rig.assert_agreed(job, "completed", rig.side(second))
+
+
+def test_a_runner_takes_one_or_what_waits_and_leaves(rig: Rig, wire: Broker) -> None:
+    """Lost: batch systems: a runner that stays idle on a rented host, or leaves before it has done its work."""
+    rig.on(wire)
+    gpu = rig.worker()
+    go(gpu)
+    jobs = rig.delegate_many(3, "--wait-for-runner", 60)
+    assert rig.serve(gpu, "--once", wait=False).wait().code == 0
+    assert sum(ran(gpu).values()) == 1
+    # What had been given to it and was not begun is answered; the rest waits on.
+    poll(lambda: not rig.post.rows("SELECT 1 FROM jobs WHERE runner_wait_s IS NULL"), UP_S, "")
+    assert rig.serve(gpu, "--drain", wait=False).wait().code == 0
+    poll(lambda: not rig.post.rows("SELECT 1 FROM jobs WHERE status NOT IN ('completed', 'error')"), UP_S,
+         lambda: f"{rig.post.rows('SELECT status, detail FROM jobs')}")
+    assert max(ran(gpu).values()) == 1 and set(ran(gpu)) == {
+        f"{job}.1" for job in jobs if rig.post.job(job).status == "completed"}
 
 
 # ---- secrets ---------------------------------------------------------------------------------------------------
@@ -844,3 +855,24 @@ def test_no_secret_crosses_the_broker(rig: Rig, broker_kind: str, own_wire: Call
     # The password is in each CONNECT, which is what it is for, and nowhere else.
     assert crossed.count(password.encode()) == way.recorded_up.count(b"\x00\x04MQTT\x04") > 0
     assert not [m for m in seen.all if password.encode() in m.payload]
+
+
+# ---- the scene itself ------------------------------------------------------------------------------------------
+
+_KILLED = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from support.hosts import Net
+print(Net(["one", "two"]).tag, flush=True)
+time.sleep(600)
+"""
+
+
+def test_namespaces_are_removed_after_a_kill(net: Net) -> None:
+    """Lost: a clean machine, each time a test run is killed."""
+    with subprocess.Popen([sys.executable, "-c", _KILLED, str(ROOT / "tests")], stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        tag = run.stdout.readline().decode().strip()
+        assert len(leftovers(tag)) == 3
+        run.kill()
+    poll(lambda: not leftovers(tag), UP_S, lambda: f"gone: {leftovers(tag)}")
