@@ -5140,6 +5140,7 @@ class Daemon:
                 self._dirty = True
             if self._guest.turn(now):
                 self._dirty = True
+                self._take_up_debts()        # what it was asked for again has no new line in the log
             if now >= self._takeover_at:
                 self._takeover_at = now + TAKEOVER_S
                 self._take_over()
