@@ -3916,8 +3916,8 @@ class Guest:
     def will(self) -> Optional[Tuple[str, bytes, bool]]:
         """What the broker is to publish when the connection is lost."""
 
-    def connected(self, connection: Connection) -> None:
-        """A new connection: nothing is subscribed on it."""
+    def connected(self, line: Line) -> None:
+        """The line has a new connection: nothing is subscribed on it."""
 
     def disconnected(self) -> None:
         """It is lost; another comes."""
@@ -4075,7 +4075,7 @@ class Line:
         self._memory = MemoryCheck.begin(self._registry, self._settings, self.connection)
         self.inbox.connected()
         self.dispatcher.connected()
-        self.guest.connected(self.connection)
+        self.guest.connected(self)
         log("connected to %s%s" % (broker_address(self.broker), " again (reconnected)" if self.connects > 1 else ""))
         self._registry.owe_mails_again()
         for job_id in self._registry.jobs_owing(100000):
@@ -4480,7 +4480,9 @@ class Dispatcher:
                 and self._lowest_load(there, loads) < self._lowest_load(living, loads):
             return          # one of a pool that has less to do may be about to give its sign of life
         if living:
-            self._assign(job, min(self._load(seen.presence, loads) for seen in living)[1], loads)
+            load, runner = min(self._load(seen.presence, loads) for seen in living)
+            if load < 1 or now - since > SETTLE_S:      # (a busy one can wait until the others are known)
+                self._assign(job, runner, loads)
         elif now - since > (PRESENCE_S if there else 0) + SETTLE_S:
             waited_s = elapsed_s(job.delivered_mono, job.delivered_at) or 0.0
             if not job.runner_wait_s:
@@ -6322,7 +6324,8 @@ class Runner(Guest):
         self._beat = 0
         self._presence_at = 0.0                      # when the next word is due
         self._said_busy = 0
-        self._connection: Optional[Connection] = None
+        self._line: Optional[Line] = None
+        self._connection: Optional[Connection] = None        # the line's, while it stands
         self._presence_mid = self._orders_mid = 0
         self._others_since = self._orders_since = 0.0        # since when others, and orders, are heard; 0: not yet
         self._others: Dict[str, _Seen] = {}
@@ -6397,12 +6400,12 @@ class Runner(Guest):
 
     # -- the connection ----------------------------------------------------------------------------
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, line: Line) -> None:
         """Listen anew: a clean session restores nothing."""
-        self._connection = connection
+        self._line, self._connection = line, line.connection
         self._others_since = 0.0
-        if self.stays:
-            self._presence_mid = connection.subscribe([presence_filter(self._root + "/x", self._options.session)])
+        if self.stays and self._connection:
+            self._presence_mid = self._connection.subscribe([presence_filter(self._root + "/x", self._options.session)])
         if self._serving_since is None:
             self._hear(control_topic)
         else:
@@ -6589,7 +6592,8 @@ class Runner(Guest):
                 raise Rejected("shape", "from_seq is %.40r" % (first,))
             if found and now - self._resent_at.get(job_id, -60.0) > 1.0:
                 self._resent_at[job_id] = now
-                self._committed |= bool(self._registry.owe_from(job_id, attempt, first))
+                self._registry.owe_from(job_id, attempt, first)
+                self._send(job_id)
         elif data.get("status") not in TERMINAL_STATUSES or not is_name(str(data.get("reason"))):
             raise Rejected("shape", "a cancel without a status or reason of the right form")
         elif found and found[0].attempt_id == attempt:
@@ -6601,6 +6605,11 @@ class Runner(Guest):
                 del self._cancelled[next(iter(self._cancelled))]          # the oldest
             self._cancelled[(job_id, attempt)] = {"status": data["status"], "reason": data["reason"]}
 
+    def _send(self, job_id: str) -> None:
+        """Have sent what is owed again: no line of the log tells of it."""
+        if self._line and self._connection:
+            self._line.enqueue(job_id)
+
     def _overrule(self, job: Job, data: Dict[str, Any]) -> None:
         answer = self._registry.transition(
             job.job_id, "overruled", expected_attempt=job.attempt_id, source="runner",
@@ -6608,6 +6617,7 @@ class Runner(Guest):
                     "detail": "Job %s closed: %s" % (job.job_id, data["reason"])})
         if not answer.committed:
             self._registry.owe_answer(job.job_id, job.attempt_id)
+            self._send(job.job_id)
         self._committed = True
 
     # -- work --------------------------------------------------------------------------------------
