@@ -327,7 +327,7 @@ with zipfile.ZipFile(shiv) as archive:
 
 
 def bare(source):
-    """The same program without comments, and without docstrings but for those of the commands, which are their help.
+    """The same program without comments, and without docstrings but for those of our commands, which are their help.
 
     Each line stays where it is, so that a traceback shows it. It is what a reader needs, who reads mam.py itself, and
     a third of the size.
@@ -346,7 +346,9 @@ def bare(source):
     return "\n".join(lines).encode()
 
 
-members["site-packages/mam.py"] = bare(members["site-packages/mam.py"])
+for name in members:
+    if name.endswith(".py"):
+        members[name] = bare(members[name])
 # Only modules are extracted; licence texts stay in the archive.
 modules = sorted(name for name in members if name.endswith(".py"))
 build = hashlib.sha256()
