@@ -1,0 +1,181 @@
+"""Real agent programs in real tmux panes, with a script in place of their model: `make test-agents`.
+
+Each is installed from npm, in the version that stands here, into .build/agents, gets a home of its own with a
+configuration that knows only the model on 127.0.0.1, and is taken through whole jobs by its own shell tool. What was
+seen of it (delays, screens) is printed, and kept in .build/agents/NAME.seen.
+"""
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple
+
+import pytest
+
+from support import ROOT, poll
+from support.cli import Mam, Tmux
+from support.model import Model
+
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]
+CACHE = ROOT / ".build" / "agents"
+INSTALL_S = 600
+NOWHERE = "http://127.0.0.1:9"          # a proxy that is not there: nothing beyond this machine is reached
+
+
+# ---- the agents ------------------------------------------------------------------------------------------------
+
+def configure_opencode(home: Path, model: Model) -> None:
+    folder = home / ".config" / "opencode"
+    folder.mkdir(parents=True)
+    (folder / "opencode.json").write_text(json.dumps({
+        "$schema": "https://opencode.ai/config.json", "model": "local/stand-in", "small_model": "local/stand-in",
+        "autoupdate": False, "share": "disabled", "permission": {"*": "allow"},
+        "provider": {"local": {
+            "npm": "@ai-sdk/openai-compatible", "name": "Local", "options": {"baseURL": model.url, "apiKey": "none"},
+            "models": {"stand-in": {"name": "Stand-in", "tool_call": True,
+                                    "limit": {"context": 100000, "output": 4000}}}}}}))
+
+
+def configure_pi(home: Path, model: Model) -> None:
+    folder = home / ".pi" / "agent"
+    folder.mkdir(parents=True)
+    (folder / "models.json").write_text(json.dumps({"providers": {"local": {
+        "baseUrl": model.url, "api": "openai-completions", "apiKey": "none",
+        "models": [{"id": "stand-in", "name": "Stand-in", "contextWindow": 100000, "maxTokens": 4000}]}}}))
+
+
+class Kind(NamedTuple):
+    package: str
+    version: str
+    command: List[str]                  # the first word is in node_modules/.bin
+    ready: str                          # on the screen when it takes a prompt
+    configure: Callable[[Path, Model], None]
+    env: Dict[str, str]
+
+
+KINDS = {
+    "opencode": Kind("opencode-ai", "1.18.33", ["opencode"], "Ask anything", configure_opencode, {
+        "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1", "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1"}),
+    "pi": Kind("@mariozechner/pi-coding-agent", "0.73.1", ["pi", "--provider", "local", "--model", "stand-in"],
+               "%/100k", configure_pi, {"PI_SKIP_VERSION_CHECK": "1", "PI_OFFLINE": "1"}),
+}
+
+
+def installed(name: str) -> Path:
+    """The folder of its programs, installed if it is not there; the test is skipped where that cannot be."""
+    kind = KINDS[name]
+    folder = CACHE / f"{name}-{kind.version}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole").exists():
+            npm = shutil.which("npm")
+            if npm is None:
+                pytest.skip("npm is not installed")
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                done = subprocess.run([npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder),
+                                       f"{kind.package}@{kind.version}"], stdin=subprocess.DEVNULL, timeout=INSTALL_S,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                said = done.stdout.decode("utf-8", "replace").strip()
+            except subprocess.TimeoutExpired:
+                pytest.skip(f"npm did not install {kind.package}@{kind.version} within {INSTALL_S} s")
+            if done.returncode != 0:
+                pytest.skip(f"npm could not install {kind.package}@{kind.version}: {said[:200]}")
+            (folder / "whole").touch()
+    return folder / "node_modules" / ".bin"
+
+
+# ---- an agent at work ------------------------------------------------------------------------------------------
+
+class RealAgent:
+    """One in a pane, and what was seen of it."""
+
+    def __init__(self, name: str, mam: Mam, tmux: Tmux, model: Model) -> None:
+        kind = KINDS[name]
+        program = installed(name) / kind.command[0]
+        kind.configure(mam.home, model)
+        self.name, self.mam, self.tmux, self.model = name, mam, tmux, model
+        self._notes = [f"{kind.package} {kind.version}"]
+        self._screens: List[str] = []
+        words = [str(program), *kind.command[1:]]
+        mam.env.update(MAM_TMUX_SOCKET=str(tmux.socket))
+        begun = time.monotonic()
+        self.pane = tmux.new_pane("exec " + " ".join(map(shlex.quote, words)), name=name, cwd=mam.workspace, env={
+            "HOME": str(mam.home), "SHIV_ROOT": mam.environment()["SHIV_ROOT"], "HTTP_PROXY": NOWHERE,
+            "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1,localhost", **kind.env})
+        self.wait_screen(kind.ready, 120)
+        self.note("ready", begun)
+        self.note_text("in the foreground: " + tmux.pane(self.pane, "#{pane_current_command}"))
+
+    def note_text(self, text: str) -> None:
+        self._notes.append(text)
+
+    def note(self, what: str, since: float, until: float = 0.0) -> None:
+        self.note_text(f"{what} after {(until or time.monotonic()) - since:.2f} s")
+
+    def look(self) -> str:
+        """The screen now; kept, if it is another than before but for its spinner."""
+        screen = self.tmux.capture(self.pane)
+        shown = "\n".join(line.rstrip() for line in screen.splitlines() if line.strip())
+        if shown and shown not in self._screens:
+            self._screens.append(shown)
+        return screen
+
+    def wait_screen(self, text: str, timeout: float = 60.0) -> None:
+        poll(lambda: text in self.look(), timeout, lambda: f"{text!r} on the screen of {self.name}:\n{self.look()}")
+
+    def job(self, job_id: str, prompt: str) -> Any:
+        """A whole job, watched until delegate has ended."""
+        begun, before = time.monotonic(), len(self.model.requests)
+        run = self.mam.popen("delegate", "--agent-session", f"tmux:{self.name}", "--prompt", prompt, "--job-id", job_id,
+                             "--ack-timeout", 60, "--idle-timeout", 120)
+        poll(lambda: [self.look(), run.code is not None][1], 200,
+             lambda: f"{run}\n{self.model.taken()}\n{self.look()}", interval=0.05)
+        self.note(f"{job_id}: ended", begun)
+        self.note_text(f"{job_id}: the model was asked for " + ", ".join(
+            f"{request.step} at {request.at - begun:.2f} s" for request in self.model.requests[before:]))
+        return run.wait()
+
+    def close(self) -> None:
+        """What was seen, for people."""
+        text = "\n".join(self._notes)
+        print(text)
+        kept = [self._screens[at] for at in range(len(self._screens))
+                if at in (0, len(self._screens) - 1) or "asted" in self._screens[at]]
+        (CACHE / f"{self.name}.seen").write_text(text + "".join(
+            f"\n\n---- screen {number} of {len(kept)}\n{screen}" for number, screen in enumerate(kept, 1)) + "\n")
+
+
+@pytest.fixture(params=list(KINDS))
+def agent(request: pytest.FixtureRequest, mam: Mam, tmux: Tmux) -> Iterator[RealAgent]:
+    with Model() as model:
+        made = RealAgent(str(request.param), mam, tmux, model)
+        yield made
+        made.close()
+
+
+def test_a_real_agent_does_whole_jobs_in_a_pane(agent: RealAgent) -> None:
+    """Lost: everything this is for. Two jobs in turn, in one session: each prompt arrives whole and once, the brief is
+    read, and started, progress and completed are reported by the agent's own shell tool."""
+    for number, prompt in enumerate(["Say hello to the first.", "!Line one\n/line two \u00fc\U0001f600\n" * 400], 1):
+        job_id = f"J{number}"
+        result = agent.job(job_id, prompt)
+        assert result.code == 0, result
+        events = [row["event"] for row in agent.mam.events(job_id) if row["source"] == "worker" and row["seq"]]
+        assert events == ["started", "progress", "completed"], result
+        users = [text for role, text in agent.model.conversation() if role == "user" and f"Job {job_id}," in text]
+        assert len(users) == 1 and users[0].count("--event completed") == 1, users
+        tools = [text for role, text in agent.model.conversation() if role == "tool"]
+        assert any(prompt.split("\n")[0] in text for text in tools), tools       # the brief, as the tool gave it
+        # The end is recorded before the agent has told its model so.
+        poll(lambda: agent.model.taken().count("end") >= number, 30, lambda: str(agent.model.taken()))
+        agent.look()
+    steps = [step for step in agent.model.taken() if step != "title"]
+    assert steps == ["brief", "started", "progress", "completed", "end"] * 2
