@@ -34,7 +34,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 _WORD = r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"`]+)"
 _PUBLISH = re.compile(r"(?:%s ){1,4}?publish .*" % _WORD)
 _AFTER_COLON = re.compile(r":\s+(%s|\$MAM_PUBLISH_CMD .*)" % _PUBLISH.pattern)
-_ALONE = re.compile(r"^\W*?((?:[/~'\"\w.]|\$(?=MAM_))%s|\$MAM_PUBLISH_CMD .*)" % _PUBLISH.pattern)
+_ALONE = re.compile(r"^\W*?((?=[/~'\"\w.])%s|\$MAM_PUBLISH_CMD .*)" % _PUBLISH.pattern)
 
 
 def publish_commands(text: str) -> Dict[str, str]:
@@ -115,7 +115,8 @@ def parse_options(argv: List[str]) -> argparse.Namespace:
     work.add_argument("--yolo", "--dangerously-skip-permissions", action="store_true")
     keep = parser.add_argument_group("conversations")
     keep.add_argument("--session-id", metavar="ID", help="of a new conversation; refused if there is one")
-    keep.add_argument("--resume", "-r", metavar="ID", help="a conversation on disk; refused if there is none")
+    keep.add_argument("--resume", "-r", "-s", "--session", metavar="ID",
+                      help="a conversation on disk; refused if there is none; also as `resume ID`")
     keep.add_argument("--transcripts", metavar="DIR", default=os.environ.get("TUI_AGENT_TRANSCRIPTS")
                       or os.path.join(os.path.expanduser("~"), ".tui-agent"),
                       help="DIR/ID.jsonl, from the first prompt on; DIR/live/PID.json while it runs")
@@ -130,6 +131,9 @@ def parse_options(argv: List[str]) -> argparse.Namespace:
     faults.add_argument("--suppress-ms", type=float, help="an Enter this soon after a paste is a newline")
     faults.add_argument("--lose-pastes", type=int, default=0, metavar="N")
     faults.add_argument("--die", default="", metavar="MOMENT[=STATUS]", help="also by the prompt '/die [STATUS]'")
+    if "resume" in argv[:-1]:                    # as codex has it
+        at = argv.index("resume")
+        argv = argv[:at] + ["--resume"] + argv[at + 1:]
     options = parser.parse_args(argv)
     for name, value in HABITS[options.like].items():
         if getattr(options, name, None) is None:
@@ -219,6 +223,7 @@ class Turn:
             self.rest = [event for event in self.options.events.split(",") if event not in ("", "none")]
             self._read(brief_of(text))
         elif not self.rest:
+            self.stopped.wait(self.options.work)
             self._step("say", "I see.")
         while self.rest and not self.stopped.is_set():
             event = self.rest.pop(0)
@@ -563,7 +568,7 @@ class Interface:
             for shown, pasted in self._pasted:
                 text = text.replace(shown, pasted, 1)
             self.composer, self._pasted = "", []
-            self._submit(text)
+            self._submit(text.rstrip())
 
     def _ctrl_c(self) -> None:
         now = time.monotonic()
