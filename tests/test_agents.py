@@ -49,6 +49,28 @@ def configure_pi(home: Path, model: Model) -> None:
         "models": [{"id": "stand-in", "name": "Stand-in", "contextWindow": 100000, "maxTokens": 4000}]}}}))
 
 
+def configure_codex(home: Path, model: Model) -> None:
+    folder = home / ".codex"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(
+        'model = "stand-in"\nmodel_provider = "local"\napproval_policy = "never"\n'
+        'sandbox_mode = "danger-full-access"\ncheck_for_update_on_startup = false\n'
+        f'[projects."{home.parent / "workspace"}"]\ntrust_level = "trusted"\n'
+        f'[model_providers.local]\nname = "Local"\nbase_url = "{model.url}"\nwire_api = "responses"\n'
+        '[analytics]\nenabled = false\n')
+
+
+def configure_claude(home: Path, model: Model) -> None:
+    (home / ".claude.json").write_text(json.dumps({
+        "hasCompletedOnboarding": True, "autoUpdates": False, "theme": "dark",
+        "projects": {str(home.parent / "workspace"): {"hasTrustDialogAccepted": True}}}))
+    folder = home / ".claude"
+    folder.mkdir()
+    (folder / "settings.json").write_text(json.dumps({"permissions": {"allow": ["Bash"]}, "env": {
+        "ANTHROPIC_BASE_URL": model.url[:-len("/v1")], "ANTHROPIC_AUTH_TOKEN": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1"}}))
+
+
 class Kind(NamedTuple):
     package: str
     version: str
@@ -64,6 +86,8 @@ KINDS = {
         "OPENCODE_DISABLE_LSP_DOWNLOAD": "1", "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1"}),
     "pi": Kind("@mariozechner/pi-coding-agent", "0.73.1", ["pi", "--provider", "local", "--model", "stand-in"],
                "%/100k", configure_pi, {"PI_SKIP_VERSION_CHECK": "1", "PI_OFFLINE": "1"}),
+    "codex": Kind("@openai/codex", "0.171.0", ["codex", "--no-daemon"], "\u203a", configure_codex, {}),
+    "claude": Kind("@anthropic-ai/claude-code", "2.1.332", ["claude"], "\u276f", configure_claude, {}),
 }
 
 

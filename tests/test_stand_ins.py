@@ -230,36 +230,61 @@ def test_a_prompt_of_the_command_line(agent: Callable[..., TuiAgent], prompt: st
 
 # ---- the model ---------------------------------------------------------------------------------------------
 
-def ask(model: Model, messages: List[Dict[str, Any]], **more: Any) -> Any:
-    body = {"model": model.name, "messages": messages, **more}
-    request = urllib.request.Request(model.url + "/chat/completions", json.dumps(body).encode())
-    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20).read()
+PARAMETERS = {"type": "object", "required": ["command", "description"],
+              "properties": {"command": {"type": "string"}, "description": {"type": "string"}}}
+
+
+def chat(data: Any, chunks: List[Any]) -> str:
+    if data:
+        return str(data["choices"][0]["message"].get("tool_calls", [{"function": {"arguments": ""}}])[0]["function"]
+                   ["arguments"])
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    return "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta)
+
+
+def responses(data: Any, chunks: List[Any]) -> str:
+    done = data or chunks[-1]["response"]
+    return str(done["output"][0].get("arguments", ""))
+
+
+def messages(data: Any, chunks: List[Any]) -> str:
+    if data:
+        return json.dumps(data["content"][0]["input"]) if data["stop_reason"] == "tool_use" else ""
+    return "".join(chunk["delta"].get("partial_json", "") for chunk in chunks if chunk["type"] == "content_block_delta")
+
+
+# path, name of the conversation, the tools, a result, and how the arguments of a call are found in an answer
+DIALECTS: List[Any] = [
+    ("/chat/completions", "messages", [{"type": "function", "function": {"name": "bash", "parameters": PARAMETERS}}],
+     {"role": "tool", "content": "done"}, chat),
+    ("/responses", "input", [{"type": "function", "name": "shell", "parameters": PARAMETERS}],
+     {"type": "function_call_output", "output": "done"}, responses),
+    ("/messages", "messages", [{"name": "Bash", "input_schema": PARAMETERS}],
+     {"role": "user", "content": [{"type": "tool_result", "content": "done"}]}, messages)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_calls_the_shell_tool_step_by_step(prompt: str, brief: Path, stream: bool) -> None:
-    tool = {"type": "function", "function": {"name": "bash", "parameters": {
-        "type": "object", "required": ["command", "description"],
-        "properties": {"command": {"type": "string"}, "description": {"type": "string"}}}}}
-    messages: List[Dict[str, Any]] = [{"role": "system", "content": "s"},
-                                      {"role": "user", "content": [{"type": "text", "text": prompt}]}]
+@pytest.mark.parametrize("path, name, tools, result, arguments", DIALECTS, ids=["chat", "responses", "messages"])
+def test_the_model_calls_the_shell_tool_step_by_step(prompt: str, brief: Path, stream: bool, path: str, name: str,
+                                                     tools: Any, result: Any, arguments: Any) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask(**more: Any) -> str:
+        body = json.dumps({"model": "m", name: said, "stream": stream, **more}).encode()
+        text = opener.open(urllib.request.Request(model.url + path, body), timeout=20).read().decode()
+        chunks = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+        return str(arguments(None if stream else json.loads(text), chunks))
+
+    said: List[Dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
     commands = []
     with Model() as model:
         while len(commands) < 9:
-            data = ask(model, messages, tools=[tool], stream=stream)
-            if stream:
-                chunks = [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
-                deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-                calls = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
-                arguments = "".join(call["arguments"] for call in calls)
-            else:
-                message = json.loads(data)["choices"][0]["message"]
-                arguments = message.get("tool_calls", [{"function": {"arguments": ""}}])[0]["function"]["arguments"]
-            if not arguments:
+            call = ask(tools=tools)
+            if not call:
                 break
-            commands.append(json.loads(arguments)["command"])
-            messages += [{"role": "assistant", "content": None}, {"role": "tool", "content": "done"}]
-        ask(model, messages)
+            commands.append(json.loads(call)["command"])
+            said.append(result)
+        ask()
         assert model.taken() == ["brief", "started", "progress", "completed", "end", "title"]
     found = publish_commands(prompt)
     assert commands == [f"cat '{brief}'"] + [found[event] for event in ("started", "progress", "completed")]
