@@ -66,7 +66,9 @@ def configure_claude(home: Path, model: Model) -> None:
         "projects": {str(home.parent / "workspace"): {"hasTrustDialogAccepted": True}}}))
     folder = home / ".claude"
     folder.mkdir()
-    (folder / "settings.json").write_text(json.dumps({"permissions": {"allow": ["Bash"]}, "env": {
+    # No more is allowed than what a job needs. Its default, auto mode, asks a server whether a command is safe.
+    rule = f"Bash({home.parent}/workspace/.mam/bin/mam-* publish *)"
+    (folder / "settings.json").write_text(json.dumps({"permissions": {"allow": [rule]}, "env": {
         "ANTHROPIC_BASE_URL": model.url[:-len("/v1")], "ANTHROPIC_AUTH_TOKEN": "none",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1"}}))
 
@@ -87,7 +89,8 @@ KINDS = {
     "pi": Kind("@mariozechner/pi-coding-agent", "0.73.1", ["pi", "--provider", "local", "--model", "stand-in"],
                "%/100k", configure_pi, {"PI_SKIP_VERSION_CHECK": "1", "PI_OFFLINE": "1"}),
     "codex": Kind("@openai/codex", "0.171.0", ["codex", "--no-daemon"], "\u203a", configure_codex, {}),
-    "claude": Kind("@anthropic-ai/claude-code", "2.1.332", ["claude"], "\u276f", configure_claude, {}),
+    "claude": Kind("@anthropic-ai/claude-code", "2.1.332", ["claude", "--permission-mode", "default"], "\u276f",
+                   configure_claude, {}),
 }
 
 
