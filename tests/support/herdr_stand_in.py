@@ -223,13 +223,13 @@ class App:
 
     def _status(self, pane: Dict[str, Any], title: str) -> str:
         screen = self.server.tmux("capture-pane", "-p", "-t", pane["tmux"], check=False)
-        if "Enter to confirm" in screen:
+        if any(sign in screen for sign in ("Enter to confirm", "Esc to cancel", "Press enter to continue")):
             return "blocked"
-        if "esc to interrupt" in screen or title.startswith("\u2802"):
+        if re.search("esc (to )?interrupt|Working\\.\\.\\.", screen) or title[:1] and "\u2801" <= title[0] <= "\u28ff":
             return "working"
         if pane["reported"].get("state"):
             return str(pane["reported"]["state"])
-        return "idle" if "? for shortcuts" in screen or "bypass permissions on" in screen else "unknown"
+        return "idle" if re.search("[\u2500\u2580]{20}|^\u203a", screen, re.M) else "unknown"
 
     def _session(self, pane: Dict[str, Any], agent: str) -> Optional[Dict[str, str]]:
         """What an agent's integration would report: here, what a stand-in agent writes down while it lives."""

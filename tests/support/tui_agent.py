@@ -59,30 +59,62 @@ def brief_of(text: str) -> str:
 
 # ---- options -----------------------------------------------------------------------------------------------
 
-# What `--like` sets, where the command line does not. hint: dim text in an empty composer. A paste of more than
-# `limit` (lines, characters) is shown as the placeholder. ctrl_c: how many end it. suppress_ms: see --suppress-ms.
+# What `--like` sets, where the command line does not; as seen of claude 2.1.332, codex 0.171.0, opencode 1.18.33 and
+# pi 0.73.1. glyph: before the composer's text. hint: dim text in an empty composer. frame: what is around it. A paste
+# of more than `limit` (lines, characters) is shown as the placeholder. busy_line, busy_foot: above and below the
+# composer while it works; foot: below it when it does not; {sign} turns. ctrl_c: how many end it.
 HABITS: Dict[str, Dict[str, Any]] = {
-    "claude": {"glyph": "\u276f", "hint": 'Try "fix lint errors"', "placeholder": "[Pasted text #{n} +{more} lines]",
-               "limit": (3, 800), "ctrl_c": 2, "suppress_ms": 100.0, "exit_message": "claude --resume {id}"},
-    "codex": {"glyph": "\u203a", "hint": "Ask Codex to do anything", "placeholder": "[Pasted Content {chars} chars]",
-              "limit": (100000, 1000), "ctrl_c": 2, "suppress_ms": 120.0, "exit_message": "codex resume {id}"},
-    "opencode": {"glyph": "\u2503", "hint": "Ask anything...", "placeholder": "[Pasted ~{lines} lines]",
-                 "limit": (2, 150), "ctrl_c": 1, "suppress_ms": 0.0, "exit_message": "opencode -s {id}"},
-    "plain": {"glyph": "\u276f", "hint": "", "placeholder": "", "limit": (0, 0), "ctrl_c": 2, "suppress_ms": 0.0,
-              "exit_message": "tui-agent --resume {id}"},
+    "claude": {"glyph": "\u276f", "hint": "", "frame": "rules", "placeholder": "[Pasted text #{n} +{more} lines]",
+               "limit": (3, 800), "ctrl_c": 2, "suppress_ms": 100.0, "busy_line": "{sign} Unraveling\u2026",
+               "busy_foot": "  \u23f8 manual mode on \u00b7 esc to interrupt \u00b7 \u2190 for agents",
+               "foot": "  \u23f8 manual mode on \u00b7 ? for shortcuts", "done": "\u273b Worked for {s}s",
+               "titles": ("\u2733 Claude Code", "\u2733 Claude Code"),
+               "exit_message": "Resume this session with:\nclaude --resume {id}"},
+    "codex": {"glyph": "\u203a", "hint": "Ask Codex to do anything", "frame": "none",
+              "placeholder": "[Pasted Content {chars} chars]", "limit": (100000, 1000), "ctrl_c": 1,
+              "suppress_ms": 120.0, "busy_line": "\u25e6 Working ({s}s \u2022 esc to interrupt)",
+              "busy_foot": "  stand-in default \u00b7 {cwd}", "foot": "  stand-in default \u00b7 {cwd}",
+              "done": "  Worked for {s}s", "titles": ("{dir}", "{braille} {dir}"),
+              "exit_message": "To continue this session, run:\n  codex resume {id}"},
+    "opencode": {"glyph": "", "hint": 'Ask anything\u2026 "Fix a TODO in the codebase"', "frame": "gutter",
+                 "placeholder": "[Pasted ~{lines} lines]", "limit": (2, 150), "ctrl_c": 1, "suppress_ms": 0.0,
+                 "busy_line": "", "busy_foot": "   {blocks}  esc interrupt", "foot": "   {cwd}", "done": "",
+                 "titles": ("OpenCode", "OpenCode"), "exit_message": "  Session   A job\n  Continue  opencode -s {id}"},
+    "pi": {"glyph": "", "hint": "", "frame": "rules", "placeholder": "[paste #{n} +{lines} lines]", "limit": (10, 1000),
+           "ctrl_c": 2, "suppress_ms": 0.0, "busy_line": " {braille} Working...", "busy_foot": "{cwd}",
+           "foot": "{cwd}", "done": "", "titles": ("\u03c0 - {dir}", "\u03c0 - {dir}"), "exit_message": ""},
+    "plain": {"glyph": "\u276f", "hint": "", "frame": "rules", "placeholder": "", "limit": (0, 0), "ctrl_c": 2,
+              "suppress_ms": 0.0, "busy_line": "{sign} Working\u2026 ({s}s \u00b7 esc to interrupt)",
+              "busy_foot": "  ? for shortcuts", "foot": "  ? for shortcuts", "done": "",
+              "titles": ("\u2733 {name}", "\u2802 {name}"),
+              "exit_message": "Resume this session with:\ntui-agent --resume {id}"},
 }
 
-# name -> (question, choices, the preselected one, what the answer does by choice: go, exit, no)
-DIALOGS: Dict[str, Tuple[str, List[str], int, List[str]]] = {
-    "trust": ("Do you trust the files in this folder?\n{cwd}", ["Yes, proceed", "No, exit"], 1, ["go", "exit"]),
-    "bypass": ("WARNING: Bypass Permissions mode\nIn this mode the agent asks no permission before it runs commands.",
-               ["No, exit", "Yes, I accept"], 0, ["exit", "go"]),
-    "api-key": ("Detected a custom API key in your environment\nDo you want to use this API key?",
-                ["Yes", "No (recommended)"], 1, ["go", "go"]),
-    "permission": ("Bash command\n{command}\nDo you want to proceed?",
-                   ["Yes", "Yes, and don't ask again", "No, and tell the agent what to do differently"], 0,
-                   ["go", "always", "no"]),
-    "update": ("A new version is available\nUpdate now?", ["Update now", "Skip"], 0, ["exit", "go"]),
+_CONFIRM = "Enter to confirm \u00b7 Esc to cancel"
+
+# name -> (question, choices, the preselected one, what each does: go, exit, no or always; foot, numbered)
+DIALOGS: Dict[str, Tuple[str, List[str], int, List[str], str, bool]] = {
+    "trust": (
+        "Accessing workspace:\n\n{cwd}\n\nQuick safety check: Is this a project you created or one you trust?\n\n"
+        "Security guide",
+        ["No, exit", "Yes, I trust this folder"], 0, ["exit", "go"], _CONFIRM, False),
+    "trust-numbered": (
+        "Do you trust the files in this folder?\n\n{cwd}",
+        ["Yes, proceed", "No, exit"], 1, ["go", "exit"], _CONFIRM, True),
+    "bypass": (
+        "WARNING: Claude Code running in Bypass Permissions mode\n\nIn Bypass Permissions mode, Claude Code will not "
+        "ask for your approval\nbefore running potentially dangerous commands.",
+        ["No, exit", "Yes, I accept"], 0, ["exit", "go"], _CONFIRM, True),
+    "api-key": (
+        "Detected a custom API key in your environment\n\nDo you want to use this API key?",
+        ["Yes", "No (recommended)"], 1, ["go", "go"], _CONFIRM, True),
+    "permission": (
+        "Bash command\n\nRun shell command\n{command}\n\nThis command requires approval\nDo you want to proceed?",
+        ["Yes", "Yes, and don\u2019t ask again", "No"], 0, ["go", "always", "no"],
+        "Esc to cancel \u00b7 Tab to amend", True),
+    "update": (
+        "A new version is available",
+        ["Update now", "Skip"], 0, ["exit", "go"], "Press enter to continue", True),
 }
 
 
@@ -284,6 +316,7 @@ _SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?<]*[ -/]*[@-~]|O[A-Za-z])")
 _SEQUENCES = {b"\x1b[A": "Up", b"\x1b[B": "Down", b"\x1b[C": "Right", b"\x1b[D": "Left", b"\x1bOA": "Up",
               b"\x1bOB": "Down", b"\x1b[I": "FocusIn", b"\x1b[O": "FocusOut"}
 START, END = b"\x1b[200~", b"\x1b[201~"
+BRAILLE = "\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f"
 SPINNER = "\u00b7\u2722\u2733\u2736\u273b\u273d"
 
 
@@ -309,7 +342,7 @@ class Interface:
         self._queue: List[str] = []
         self._turn: Optional[Turn] = None
         self._resting: Optional[Turn] = None             # it asked, and goes on with the next prompt
-        self._started = time.monotonic()
+        self._started = self._turn_began = time.monotonic()
         self._last_paste, self._last_ctrl_c, self._submitted, self._pastes = -1e9, [-1e9], 0, 0
         self._swallow, self._lose = options.swallow_enters, options.lose_pastes
         self._notice = ""
@@ -364,7 +397,7 @@ class Interface:
         self._write("\r\n * %s (stand-in), %s\r\n   session %s\r\n\r\n" % (
             self.options.name, os.getcwd(), self.talk.id))
         for role, text in self.talk.lines():
-            self._say(("%s " % self.options.glyph if role == "user" else "\u25cf ") + text)
+            self._say(self._as_said(text) if role == "user" else "\u25cf " + text)
 
     def _loop(self) -> None:
         busy_until = self._started + self.options.busy
@@ -426,11 +459,11 @@ class Interface:
     # ---- dialogs ---------------------------------------------------------------------------------------------
 
     def _show_dialog(self, name: str, command: str) -> threading.Event:
-        question, choices, chosen, effects = DIALOGS[name]
+        question, choices, chosen, effects, foot, numbered = DIALOGS[name]
         answered = threading.Event()
         self._dialogs.append({"name": name, "question": question.format(cwd=os.getcwd(), command=command),
                               "choices": choices, "chosen": chosen, "effects": effects, "answered": answered,
-                              "effect": ""})
+                              "effect": "", "foot": foot, "numbered": numbered})
         self.journal("dialog", name=name, preselected=choices[chosen])
         self._wake()
         return answered
@@ -440,7 +473,7 @@ class Interface:
         count = len(dialog["choices"])
         if key in ("Up", "Down"):
             dialog["chosen"] = (dialog["chosen"] + (1 if key == "Down" else -1)) % count
-        elif key.isdigit() and 1 <= int(key) <= count:
+        elif dialog["numbered"] and key.isdigit() and 1 <= int(key) <= count:
             self._answer(int(key) - 1)
         elif key == "Enter":
             self._answer(dialog["chosen"])
@@ -574,10 +607,11 @@ class Interface:
         now = time.monotonic()
         if self._turn:
             self._interrupt()
-        elif self.composer and self.options.ctrl_c != 1:
+        elif self.composer:
             self.composer, self._pasted = "", []
+            now -= 10.0 if self.options.ctrl_c == 1 else 0.0
         self._last_ctrl_c = [at for at in self._last_ctrl_c if now - at < 1.0] + [now]
-        if self.options.ctrl_c and len(self._last_ctrl_c) >= self.options.ctrl_c:
+        if self.options.ctrl_c and len(self._last_ctrl_c) >= self.options.ctrl_c and now > self._started:
             self._leave("C-c")
         self._notice = "Press Ctrl-C again to exit"
 
@@ -590,7 +624,7 @@ class Interface:
     def _leave(self, why: str) -> None:
         time.sleep(self.options.exit_slow)
         if os.path.exists(self.talk.path):
-            self._say("Resume this session with:\n" + self.options.exit_message.format(id=self.talk.id))
+            self._say(self.options.exit_message.format(id=self.talk.id))
         self._draw(composer=False)
         raise Ended(0, why)
 
@@ -624,7 +658,8 @@ class Interface:
         if self._queue:
             text = self._queue.pop(0)
             self.talk.add("user", text)
-            self._say("%s %s" % (self.options.glyph, text.replace("\n", "\n  ")))
+            self._say(self._as_said(text))
+            self._turn_began = time.monotonic()
             self._turn = self._resting or Turn(self.options, self.journal, self.talk.id, self._step, self._allowed,
                                                self._moment)
             self._resting = None
@@ -635,6 +670,8 @@ class Interface:
         self.journal("turn", text=text)
         turn.run(text)
         self.journal("turn_end", stopped=turn.stopped.is_set(), rest=turn.rest)
+        if self.options.done:
+            self._say(self._filled(self.options.done))
         self._resting = turn if turn.rest and not turn.stopped.is_set() else None
         self._turn = None
         self._wake()
@@ -669,7 +706,7 @@ class Interface:
         rows = (self._dialog_rows(width) if self._dialogs else self._composer_rows(width)) if composer else [""]
         parts.append("\r\n".join(rows))
         self._drawn_rows = len(rows) - 1
-        title = self.options.title or "%s %s" % ("\u2802" if self._busy else "\u2733", self.options.name)
+        title = self.options.title or self._filled(self.options.titles[int(self._busy)])
         parts.append("\x1b]2;%s\x07\x1b[?25h" % title)
         frame = "".join(parts)
         if said or frame != self._last_frame:
@@ -682,26 +719,40 @@ class Interface:
     def _dialog_rows(self, width: int) -> List[str]:
         dialog = self._dialogs[0]
         rows = ["\u2500" * width] + [row for row in _rows(dialog["question"], width - 2)] + [""]
-        rows += ["%s %d. %s" % ("\u276f" if at == dialog["chosen"] else " ", at + 1, choice)
+        rows += ["%s %s%s" % ("\u276f" if at == dialog["chosen"] else " ",
+                              "%d. " % (at + 1) if dialog["numbered"] else "", choice)
                  for at, choice in enumerate(dialog["choices"])]
-        return rows + ["", "Enter to confirm \u00b7 Esc to cancel"]
+        return rows + ["", dialog["foot"]]
 
     def _composer_rows(self, width: int) -> List[str]:
-        rows = []
-        if self._busy:
-            seconds = int(time.monotonic() - self._started)
-            sign = SPINNER[self._frame % len(SPINNER)]
-            rows += ["%s Working\u2026 (%ds \u00b7 esc to interrupt)" % (sign, seconds), ""]
+        options = self.options
+        rows = [self._filled(options.busy_line), ""] if self._busy and options.busy_line else []
         rows += ["  queued: " + text.split("\n")[0][:width - 12] for text in self._queue]
-        rows.append("\u2500" * width)
-        lines = [row for row in _rows(self.composer, width - 3)][-self.options.composer_rows:]
-        if self.composer or not self.options.hint:
-            rows += [("%s " % self.options.glyph if not at else "  ") + line for at, line in enumerate(lines)]
+        lines = [row for row in _rows(self.composer, width - 6)][-options.composer_rows:]
+        if not self.composer and options.hint:
+            lines = ["\x1b[2m%s\x1b[0m" % options.hint]
+        if options.frame == "gutter":
+            rows += ["  \u2503"] + ["  \u2503  " + line for line in lines]
+            rows += ["  \u2503", "  \u2503  Build \u00b7 Stand-in Local", "  \u2579" + "\u2580" * (width - 3)]
         else:
-            rows.append("%s \x1b[2m%s\x1b[0m" % (self.options.glyph, self.options.hint))
-        rows.append("\u2500" * width)
-        return rows + ["  " + (self._notice or ("bypass permissions on" if self.options.yolo else "? for shortcuts"))]
+            glyph = options.glyph + " " if options.glyph else ""
+            rule = ["\u2500" * width] if options.frame == "rules" else []
+            rows += rule + [(glyph if not at else " " * len(glyph)) + line for at, line in enumerate(lines)]
+            rows += rule or [""]
+        foot = "  bypass permissions on" if options.yolo else options.busy_foot if self._busy else options.foot
+        return rows + ["  " + self._notice if self._notice else self._filled(foot)[:width]]
 
+    def _as_said(self, text: str) -> str:
+        """A prompt in the transcript: with the very glyph of the composer."""
+        if self.options.frame == "gutter":
+            return "  \u2503  " + text.replace("\n", "\n  \u2503  ")
+        return "%s %s" % (self.options.glyph, text.replace("\n", "\n  "))
+
+    def _filled(self, text: str) -> str:
+        turn = self._frame
+        return text.format(sign=SPINNER[turn % len(SPINNER)], braille=BRAILLE[turn % len(BRAILLE)], cwd=os.getcwd(),
+                           blocks="\u25a0" * (turn % 8) + "\u2b1d" * (8 - turn % 8), name=self.options.name,
+                           s=int(time.monotonic() - self._turn_began), dir=os.path.basename(os.getcwd()))
 
 def _rows(text: str, width: int) -> List[str]:
     """The text in rows of at most `width` columns; what a terminal would act on is shown as `?`."""
