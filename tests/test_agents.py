@@ -88,7 +88,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "opencode": Kind("opencode-ai", "1.18.33", ["opencode"], "Ask anything", configure_opencode, {
+    "opencode": Kind("opencode-ai", "1.18.33", ["opencode"], "ctrl+p commands", configure_opencode, {
         "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
         "OPENCODE_DISABLE_LSP_DOWNLOAD": "1", "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1"},
         ["--prompt"], ["C-c"], r"opencode -s (ses_\w+)", ["-s"]),
@@ -158,7 +158,7 @@ class RealAgent:
         self.wait_screen(self.kind.ready)
         self.note("ready", begun)
         self.keep("ready")
-        self.note_text("in the foreground: " + self.tmux.pane(self.pane, "#{pane_current_command}, title #{pane_title}"))
+        self.note_text(self.tmux.pane(self.pane, "in the foreground: #{pane_current_command}, title: #{pane_title}"))
 
     def note_text(self, text: str) -> None:
         self._notes.append(text)
