@@ -139,6 +139,7 @@ def parse_options(argv: List[str]) -> argparse.Namespace:
                       help="what it publishes, in order; 'hang' works for ever, 'none' publishes nothing; after "
                            "permission_required its turn ends, and the next prompt makes it go on")
     work.add_argument("--work", type=float, default=0.0, metavar="S", help="seconds of thought before each event")
+    work.add_argument("--think", type=float, default=0.1, metavar="S", help="seconds before the first thing it does")
     work.add_argument("--busy", type=float, default=0.0, metavar="S", help="at work for S seconds from the start")
     work.add_argument("--tool-env", action="append", default=[], metavar="K=V", help="for the commands it runs")
     work.add_argument("--ask-tools", action="store_true",
@@ -249,6 +250,7 @@ class Turn:
         self._process: Optional["subprocess.Popen[bytes]"] = None
 
     def run(self, text: str) -> None:
+        self.stopped.wait(self.options.think)
         commands = publish_commands(text)
         if commands:
             self._commands = commands
