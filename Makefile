@@ -14,16 +14,19 @@ export PATH := $(PATH):/usr/sbin:/sbin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench soak lint pyz tools clean
+.PHONY: help demo test test-agents bench soak lint pyz tools clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: pyz ## a guided tour with the built mam.pyz
 	@MAM_PYZ=$(PYZ) bash tests/demo.sh
 
-test: pyz tools $(VENV)/.stamp ## all tests but soak
+test: pyz tools $(VENV)/.stamp ## all tests but soak and test-agents
 	MAM_PYZ=$(PYZ) $(PY) -m pytest tests -n $(JOBS) --dist worksteal -rs $(ARGS)
+
+test-agents: pyz tools $(VENV)/.stamp ## real agents from npm in tmux panes, with a model on 127.0.0.1
+	MAM_PYZ=$(PYZ) $(PY) -m pytest tests/test_agents.py -m agents -rsP $(ARGS)
 
 bench: pyz $(VENV)/.stamp ## what things cost, against a baseline of the same run
 	MAM_PYZ=$(PYZ) $(PY) tests/bench.py $(ARGS)
