@@ -6295,7 +6295,7 @@ class TmuxDriver:
         """How the pane of a session that mam has not started is addressed."""
         return name if name.startswith("%") else "=%s:" % name
 
-    def look(self, target: str) -> Look:
+    def look(self, target: str, patience: int = 5) -> Look:
         """The pane as it is now; SessionError (`gone`) if there is none."""
         out = self._run("display-message", "-p", "-t", target, self._FORMAT, ";",
                         "capture-pane", "-p", "-e", "-t", target)
@@ -6303,6 +6303,9 @@ class TmuxDriver:
         fields = line.split("\t")
         if len(fields) != 13 or not fields[0]:
             raise SessionError("there is no pane %s" % target, busy=False, code="gone")
+        if fields[1] == "1" and not fields[2] and patience:       # its terminal is closed, and it is not yet reaped
+            time.sleep(0.05)
+            return self.look(target, patience - 1)
         rows, solid = split_shades(screen)
         names = ["tmux:" + fields[0]]
         if fields[11] == fields[12] == "1" and is_name(fields[10]):
@@ -6771,6 +6774,26 @@ def open_session(registry: Optional[Registry], settings: Settings, session: str,
     return Session(settings, session, row, agent)
 
 
+def inventory_of(registry: Registry) -> Registry:
+    """The registry that holds the inventory of sessions: of a runner's, the one of its workspace."""
+    above, name = os.path.split(registry.directory)
+    if name.startswith("runner-") and os.path.exists(os.path.join(above, "mam.db")):
+        return Registry(above)
+    return registry
+
+
+def job_in_session(registry: Registry, names: Sequence[str], but: str = "") -> Optional[str]:
+    """The open job that a session has, by whichever of its names; jobs of this workspace's runners count too."""
+    inventory = inventory_of(registry)
+    found = inventory.open_in_session(names, but)
+    folders = sorted(os.listdir(inventory.directory)) if not found else []
+    for folder in [os.path.join(inventory.directory, name) for name in folders if name.startswith("runner-")]:
+        if not found and os.path.exists(os.path.join(folder, "mam.db")):
+            with Registry(folder) as runner:
+                found = runner.open_in_session(names, but)
+    return found
+
+
 def existing_registry(settings: Settings) -> Optional[Registry]:
     """The registry; None where there is none yet."""
     try:
@@ -6918,8 +6941,9 @@ def create_session(registry: Registry, settings: Settings, plan: SessionPlan, pr
         pane = driver.create(name, script, plan.workdir)
         look = driver.look(pane)
     except SessionError as error:
-        end_session(registry, plan.session, "terminated", error.why)
-        raise
+        why = "the agent in %s exited at once (%s)" % (plan.session, error.why) if error.code == "gone" else error.why
+        end_session(registry, plan.session, "terminated", why)
+        raise SessionError(why, error.hint or "run it by hand once: %s" % script, error.busy, error.code) from None
     process = identity_of(look.pid) if look.pid else None
     registry.save_session(plan.session, {"pane": look.pane, "process": compact_json(process) if process else None,
                                          "socket": look.socket or driver.socket})
@@ -7313,7 +7337,8 @@ def hand_to_session(registry: Registry, settings: Settings, job: Job, plan: Opti
     SessionError if the session cannot take it: nothing was typed then. Whoever finds the job delivered, or
     over, does nothing.
     """
-    with session_lock(registry, job.agent_session) as lock:
+    inventory = inventory_of(registry)
+    with session_lock(inventory, job.agent_session) as lock:
         if not lock.acquire(30.0):
             raise SessionError("another delivery to %s is going on" % job.agent_session)
         now = registry.job(job.job_id)
@@ -7322,13 +7347,13 @@ def hand_to_session(registry: Registry, settings: Settings, job: Job, plan: Opti
         text = injection(registry, settings, job, brief_path(registry, job))
         if plan:
             return _launch_with(registry, settings, job, plan, text)
-        session = open_session(registry, settings, job.agent_session, job.agent)
+        session = open_session(inventory, settings, job.agent_session, job.agent)
         look = session.check()
         pane = "%s:%s" % (session.driver.kind, look.pane)
-        with session_lock(registry, pane) as pane_lock:       # whatever name it is called by
+        with session_lock(inventory, pane) as pane_lock:       # whatever name it is called by
             if pane != job.agent_session and not pane_lock.acquire(30.0):
                 raise SessionError("another delivery to %s is going on" % look.pane)
-            names = sorted({job.agent_session, *look.names, *registry.sessions_of_pane(look.pane, look.socket)})
+            names = sorted({job.agent_session, *look.names, *inventory.sessions_of_pane(look.pane, look.socket)})
             _refuse_second(registry, job, names)
             look = session.ready(settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S))
             if not _claim(registry, job, names):
@@ -7341,7 +7366,7 @@ def hand_to_session(registry: Registry, settings: Settings, job: Job, plan: Opti
 
 
 def _refuse_second(registry: Registry, job: Job, names: Sequence[str]) -> None:
-    other = registry.open_in_session(names, job.job_id)
+    other = job_in_session(registry, names, job.job_id)
     if other:
         raise SessionError("%s is at work on job %s" % (job.agent_session, other),
                            hint="wait for it (mam wait %s), or cancel it" % other)
@@ -7402,10 +7427,11 @@ def note_doubt(registry: Registry, settings: Settings, job: Job, doubt: str) -> 
 def answer_job(registry: Registry, settings: Settings, job: Job, text: str) -> str:
     """Type a human's answer into the session of a job that asks for it. What is in doubt; SessionError if it cannot."""
     header = "Answer to job %s, from mam: " % job.job_id
-    with session_lock(registry, job.agent_session) as lock:
+    inventory = inventory_of(registry)
+    with session_lock(inventory, job.agent_session) as lock:
         if not lock.acquire(30.0):
             raise SessionError("a delivery to %s is going on" % job.agent_session)
-        session = open_session(registry, settings, job.agent_session, job.agent)
+        session = open_session(inventory, settings, job.agent_session, job.agent)
         doubt = type_message(session, header + text, settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S))
     registry.note(job.job_id, "answer", "operator", settings.generalise(cut_utf8(text, MAX_DETAIL_BYTES)))
     return doubt
@@ -8805,8 +8831,8 @@ def cmd_publish(args: Any) -> int:
         detail = _read_text(args.detail_file, "--detail-file").strip()
     data = parse_data(args.data) if args.data is not None else {}
     attempt, token = _attempt_of(args, settings, job_id)
-    extra = {"heartbeat_sec": args.heartbeat, "watch": _watched(args)} if args.heartbeat else None
     with Registry(settings.registry_dir) as registry:
+        extra = {"heartbeat_sec": args.heartbeat, "watch": _watched(args, registry, job_id)} if args.heartbeat else None
         answer = record(registry, settings, job_id, args.event, source="worker", detail=detail, data=data,
                         attempt=attempt, token=token, extra=extra)
         if answer.event:
@@ -8851,19 +8877,28 @@ def _attempt_of(args: Any, settings: Settings, job_id: str) -> Tuple[Optional[in
     return int(attempt) if attempt else None, settings.get("MAM_DISPATCH_TOKEN") or None
 
 
-def _watched(args: Any) -> Optional[Dict[str, Any]]:
-    """The process whose life a beat stands for."""
+def _watched(args: Any, registry: Registry, job_id: str) -> Optional[Dict[str, Any]]:
+    """The process whose life a beat stands for: as named, the agent of the job's session, or one known by its name."""
     if args.watch_pid is not None:
         identity = identity_of(args.watch_pid)
         if identity is None:
             raise MamError("--watch-pid %d: no such process" % args.watch_pid, code="bad_pid")
         return identity
-    ancestor = agent_ancestor()
+    ancestor = _session_ancestor(registry, job_id) or agent_ancestor()
     if ancestor is None:
         _say("note: no agent process recognised above this command; the beat lasts until the job's end "
              "(--watch-pid PID names a process to watch)")
         return None
     return identity_of(ancestor)
+
+
+def _session_ancestor(registry: Registry, job_id: str) -> Optional[int]:
+    """The process of the job's own session, if this command runs below it."""
+    import json
+    found = registry.jobs_by_id([job_id])
+    row = inventory_of(registry).session(found[0].agent_session) if found else None
+    process = json.loads(row.process) if row and row.status == "running" and row.process else None
+    return process["pid"] if process and is_alive(process) and process["pid"] in ancestors() else None
 
 
 def add_beat(parser: Any) -> None:
@@ -9693,7 +9728,6 @@ def add_session_create(parser: Any) -> None:
     _add_launch(parser)
     parser.add_argument("--wait", type=_positive_or_0, default=30.0, metavar="S",
                         help="seconds for the agent to come up (default 30; 0: do not wait)")
-    parser.add_argument("extra", nargs="*", metavar="-- WORD", help="more words for the agent's command line")
     _add_json(parser)
     _examples(parser, "mam session create alice --agent claude-code --workdir src",
               "mam session create bob --agent codex --mux herdr -- --model gpt-5",
@@ -9701,8 +9735,8 @@ def add_session_create(parser: Any) -> None:
 
 
 def cmd_session_create(args: Any) -> int:
-    """Start an agent as the process of a pane of its own. 0: it is ready; 5: it waits in a dialog, or is slow (it is
-    kept); 1: it exited."""
+    """Start an agent as the process of a pane of its own; words behind -- go to its command line. 0: it is ready;
+    5: it waits in a dialog, or is slow (it is kept); 1: it exited."""
     settings = load_settings(args.registry_dir)
     kind, colon, name = args.session.rpartition(":")
     if colon and args.mux and args.mux != kind:
@@ -9767,7 +9801,7 @@ def cmd_session_list(args: Any) -> int:
     records = []
     for row in reconcile(registry, settings) if registry else ():
         if registry and row.status == "running":
-            records.append(session_record(row, registry.open_in_session([row.session, "tmux:%s" % row.pane])))
+            records.append(session_record(row, job_in_session(registry, [row.session, "tmux:%s" % row.pane])))
         elif args.all:
             records.append(session_record(row, None))
     if args.json:
@@ -9861,13 +9895,16 @@ def cmd_session_stop(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         name = _session_of(registry, args.session)
         row = registry.session(name)
-        job_id = registry.open_in_session([name, *(["tmux:%s" % row.pane] if row and row.pane else [])])
+        job_id = job_in_session(registry, [name, *(["tmux:%s" % row.pane] if row and row.pane else [])])
         if job_id and not args.close_job:
             raise MamError("%s is at work on job %s" % (name, job_id), exit=Exit.BUSY, code="session_busy",
                            hint="wait for it (mam wait %s), or close it too: --close-job" % job_id)
         with session_lock(registry, name) as lock:
             if not lock.acquire(10.0):
                 raise MamError("%s is in other hands now" % name, exit=Exit.BUSY, code="session_busy")
+            if job_id and row and not registry.jobs_by_id([job_id]):
+                raise MamError("job %s of %s was given to a runner here: cancel it where it was delegated" % (
+                    job_id, name), exit=Exit.BUSY, code="session_busy")
             if job_id and row:
                 _cancel(registry, settings, job_id, "cancelled: its session was stopped")
             words = _in_session(lambda: stop_session(registry, settings, name, args.purge_conversation, args.grace))
@@ -9884,13 +9921,13 @@ def add_session_resume(parser: Any) -> None:
     parser.add_argument("--yolo", action="store_true", help="start the agent so that it asks no permissions")
     parser.add_argument("--wait", type=_positive_or_0, default=30.0, metavar="S",
                         help="seconds for the agent to come up (default 30; 0: do not wait)")
-    parser.add_argument("extra", nargs="*", metavar="-- WORD", help="other words for the agent than at its creation")
     _add_json(parser)
     _examples(parser, "mam session resume alice")
 
 
 def cmd_session_resume(args: Any) -> int:
-    """Start an ended session's agent again, in its conversation. 5: the session runs, or somebody is in it."""
+    """Start an ended session's agent again, in its conversation; words behind -- replace those of its creation.
+    5: the session runs, or somebody is in that conversation."""
     settings = load_settings(args.registry_dir)
     with Registry(settings.registry_dir) as registry:
         name = _session_of(registry, args.session)
@@ -10074,7 +10111,11 @@ def parse_arguments(argv: Sequence[str]) -> Any:
     name = find_command(rest.pop(0)) if rest else "_overview"
     if rest and "%s %s" % (name, rest[0]) in COMMANDS:      # session create
         name += " " + rest.pop(0)
+    behind: List[str] = []
+    if name in ("session create", "session resume") and "--" in rest:       # words for the agent
+        rest, behind = rest[:rest.index("--")], rest[rest.index("--") + 1:]
     args = build_parser(name).parse_args(before + rest)
+    args.extra = behind
     for option in ("registry_dir", "debug"):
         if not hasattr(args, option):
             setattr(args, option, None)
