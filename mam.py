@@ -6306,6 +6306,8 @@ class TmuxDriver:
         if fields[1] == "1" and not fields[2] and patience:       # its terminal is closed, and it is not yet reaped
             time.sleep(0.05)
             return self.look(target, patience - 1)
+        if fields[1] == "1":        # the line that says so has scrolled the screen
+            screen = self._run("capture-pane", "-p", "-e", "-S", "-%d" % PANE_HEIGHT_LINES, "-t", target)
         rows, solid = split_shades(screen)
         names = ["tmux:" + fields[0]]
         if fields[11] == fields[12] == "1" and is_name(fields[10]):
