@@ -6061,7 +6061,8 @@ PANE_WIDTH_CHARS, PANE_HEIGHT_LINES = 200, 50
 # `composer`, `hints` and `goodbye` are regular expressions on rows of the screen. `source` says whether
 # it was tried by running the agent, or taken from its documentation (notes on multiplexers and agents).
 _GLYPH = "[>\u276f\u203a\u00bb](?!\\s*\\d+[.)])"          # a prompt sign, not a menu's
-_PASTED = r"\[Pasted (?:text|Content|~?\d+)[^\]]*\]"      # agents show a long paste by its size alone
+_PASTED = r"\[(?:Pasted (?:text|Content|~?\d+)|paste #)[^\]]*\]"      # agents show a long paste by its size alone
+_CONFIRM = r"Enter to confirm|Press enter to continue|Esc to cancel"      # stands under a dialog, never under a composer
 _NO_PROFILE: Dict[str, Any] = {
     "also": [], "command": [], "prompt": [], "headless": [], "resume": [], "resume_prompt": [], "preset": [],
     "yolo": [], "allow": [], "variable": "", "transcript": [], "dialogs": [], "busy": ["esc to interrupt"],
@@ -6071,7 +6072,7 @@ _ASKS = {"name": "permission", "text": r"Do you want to (?:proceed|make this edi
                                        r"|Would you like to (?:run|make)|Allow command\?",
          "do": "answer it in the pane, or by mam session send S --keys"}
 _CHOICE = {"name": "choice",
-           "text": "^\\s*[>\u276f\u203a]\\s*\\d+[.)]\\s|Enter to confirm|\\[y/N\\]\\s*$|\\(y/n\\)\\s*$",
+           "text": "^\\s*[>\u276f\u203a]\\s*\\d+[.)]\\s|\\[y/N\\]\\s*$|\\(y/n\\)\\s*$|" + _CONFIRM,
            "do": "answer it in the pane, or by mam session send S --keys"}
 AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
     "claude-code": {
@@ -6081,13 +6082,13 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "allow": ["--allowedTools=Bash({publish}:*)"],     # with a `=`: the words after it are not taken for rules
         "variable": "CLAUDE_CODE_SESSION_ID", "transcript": ["~/.claude/projects/*/{id}.jsonl"],
         "dialogs": [
-            {"name": "trust", "text": "Do you trust the files in this folder|one you trust\\?|Yes, I trust this folder",
+            {"name": "trust", "text": "Do you trust the files in this folder|or one you trust\\?|Yes, I trust this folder",
              "do": "answer it in the pane, or set projects[DIR].hasTrustDialogAccepted in ~/.claude.json beforehand"},
             {"name": "bypass", "text": "WARNING: .*Bypass Permissions mode|running in Bypass Permissions mode",
              "do": "answer it in the pane; it comes of --yolo, and `No, exit` is preselected"},
             {"name": "api-key", "text": "Detected a custom API key",
              "do": "answer it in the pane; `No` is preselected"},
-            {"name": "onboarding", "text": "Choose the text style|Select login method|Press Enter to continue",
+            {"name": "onboarding", "text": "Choose the text style|Select login method",
              "do": "run the agent once by hand and finish its first steps"}, _ASKS],
         "composer": "^[\\s\u2502|]*" + _GLYPH, "hints": ['^Try "'], "goodbye": r"claude --resume ([0-9A-Za-z-]{8,64})",
         "clear": ["CLAUDECODE", "CLAUDE_CODE_CHILD_SESSION", "CLAUDE_CODE_SESSION_ID", "CLAUDE_CODE_ENTRYPOINT"],
@@ -6098,7 +6099,7 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "headless": ["codex", "exec", "--skip-git-repo-check", "{prompt}"],
         "resume": ["resume", "{id}"], "resume_prompt": ["resume", "{id}", "{prompt}"],
         "yolo": ["--dangerously-bypass-approvals-and-sandbox"], "variable": "CODEX_THREAD_ID",
-        "transcript": ["~/.codex/sessions/*/*/*/rollout-*-{id}.jsonl"],
+        "transcript": ["~/.codex/sessions/*/*/*/rollout-*-{id}.jsonl"], "exit": ["C-c"],
         "dialogs": [
             {"name": "trust", "text": "Do you trust the contents of this directory|allow Codex to work in this folder",
              "do": "answer it in the pane, or set [projects.\"DIR\"] trust_level=\"trusted\" in ~/.codex/config.toml"},
@@ -6119,6 +6120,9 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "command": ["hermes", "chat"], "headless": ["hermes", "chat", "-q", "{prompt}", "-Q"], "resume": ["-r", "{id}"],
         "yolo": ["--yolo"], "variable": "HERMES_SESSION_ID", "dialogs": [_ASKS], "clear": ["HERMES_SESSION_ID"],
         "goodbye": r"hermes (?:chat )?(?:-r|--resume) (\S{8,64})", "herdr_kind": "hermes"},
+    "pi": {
+        "command": ["pi"], "prompt": ["{prompt}"], "headless": ["pi", "-p", "{prompt}"],
+        "busy": ["Working\\.\\.\\."], "herdr_kind": "pi", "source": "tried"},
     "generic": {},
 }
 Profile = namedtuple("Profile", "name also command prompt headless resume resume_prompt preset yolo allow variable "
@@ -6295,7 +6299,7 @@ class TmuxDriver:
         """How the pane of a session that mam has not started is addressed."""
         return name if name.startswith("%") else "=%s:" % name
 
-    def look(self, target: str, patience: int = 5) -> Look:
+    def look(self, target: str, patience: int = 2) -> Look:
         """The pane as it is now; SessionError (`gone`) if there is none."""
         out = self._run("display-message", "-p", "-t", target, self._FORMAT, ";",
                         "capture-pane", "-p", "-e", "-t", target)
@@ -6303,7 +6307,7 @@ class TmuxDriver:
         fields = line.split("\t")
         if len(fields) != 13 or not fields[0]:
             raise SessionError("there is no pane %s" % target, busy=False, code="gone")
-        if fields[1] == "1" and not fields[2] and patience:       # its terminal is closed, and it is not yet reaped
+        if fields[1] == "1" and not fields[2] and patience:       # not yet reaped; tmux can lose it for good
             time.sleep(0.05)
             return self.look(target, patience - 1)
         if fields[1] == "1":        # the line that says so has scrolled the screen
@@ -6537,6 +6541,8 @@ def composer_rows(look: Look, profile: Profile) -> Optional[Tuple[int, int]]:
     if not found:
         return None
     first = found[-1]
+    if any(re.search(_CONFIRM, row) for row in look.rows[first:]):
+        return None                  # what the sign stands before is a choice
     if look.cursor:
         at = look.cursor[1]
         above = [n for n in found if n <= at and all(_bare(row) for row in look.rows[n + 1:at + 1])]
@@ -7060,8 +7066,8 @@ def reconcile(registry: Registry, settings: Settings) -> List[SessionRow]:
         if row.status == "running":
             try:
                 _reconcile_one(registry, settings, row)
-            except SessionError as error:
-                log("%s cannot be looked at: %s" % (row.session, error.why))
+            except (SessionError, OSError) as error:
+                log("%s cannot be looked at: %s" % (row.session, error))
     return registry.sessions()
 
 
@@ -7219,22 +7225,21 @@ def _end_agent(session: Session, look: Look, grace_s: float) -> Look:
     """Ask an agent to leave, wait, then end its process group. The last look at its pane."""
     began = time.monotonic()
     family = [identity_of(pid) for pid in family_of(look.pid)] if look.pid else []
-    asked_at, asks = -10.0, 0
-    while not look.dead and time.monotonic() < began + grace_s:
-        if look.in_mode:
-            session.driver.leave_mode(look.pane)
-        if time.monotonic() > asked_at + 2.0 and asks < 3:
-            asked_at, asks = time.monotonic(), asks + 1
-            for key in session.profile.exit:
-                session.driver.press(look.pane, [key])
-                time.sleep(0.15)                    # two in one read are one to some
-        time.sleep(0.1)
-        try:
+    ask_at = began
+    try:
+        while not look.dead and time.monotonic() < began + grace_s:
+            if look.in_mode:
+                session.driver.leave_mode(look.pane)
+            if time.monotonic() >= ask_at:
+                ask_at += 2.0
+                for key in session.profile.exit:
+                    session.driver.press(look.pane, [key])
+                    time.sleep(0.15)                    # two in one read are one to some
+            time.sleep(0.1)
             look = session.driver.look(look.pane)
-        except SessionError as error:
-            if error.code != "gone":
-                raise
-            break
+    except SessionError as error:
+        if error.code != "gone":
+            raise
     if look.pid and identity_of(look.pid):
         end_group(look.pid, 2.0)
     for identity in family:                        # what an agent has started lives in groups of its own
