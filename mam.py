@@ -6054,15 +6054,15 @@ SEEN_WAIT_S = 1.0        # for a pasted text to be seen in the composer
 DIALOG_WAIT_S = 10.0     # for a human to answer a dialog that came up behind our paste
 ENTER_WAITS_S = (0.8, 1.2, 2.0, 3.0)      # an Enter, then so long for the text to leave the composer
 STOP_GRACE_S = 8.0       # for an agent to leave by itself
-PANE_WIDTH_CHARS, PANE_HEIGHT_LINES = 200, 50
+PANE_WIDTH_CHARS, PANE_HEIGHT_LINES = 120, 50     # wider, and opencode puts a panel beside its composer
 
 # What an agent of each kind is: data only. Lists of words are parts of argv, in which {prompt},
 # {id} (of a conversation) and {publish} (the program that publishes) are filled in; `dialogs`, `busy`,
 # `composer`, `hints` and `goodbye` are regular expressions on rows of the screen. `source` says whether
 # it was tried by running the agent, or taken from its documentation (notes on multiplexers and agents).
 _GLYPH = "[>\u276f\u203a\u00bb](?!\\s*\\d+[.)])"          # a prompt sign, not a menu's
-_PASTED = r"\[(?:Pasted (?:text|Content|~?\d+)|paste #)[^\]]*\]"      # agents show a long paste by its size alone
-_CONFIRM = r"Enter to confirm|Press enter to continue|Esc to cancel"      # stands under a dialog, never under a composer
+_PASTED = r"\[(?:Pasted (?:text|Content|~?\d+)|paste #)[^\]]*\]"       # agents show a long paste by its size alone
+_CONFIRM = r"Enter to confirm|Press enter to continue|Esc to cancel"    # stands under a dialog, not under a composer
 _NO_PROFILE: Dict[str, Any] = {
     "also": [], "command": [], "prompt": [], "headless": [], "resume": [], "resume_prompt": [], "preset": [],
     "yolo": [], "allow": [], "variable": "", "transcript": [], "dialogs": [], "busy": ["esc to interrupt"],
@@ -6082,7 +6082,7 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "allow": ["--allowedTools=Bash({publish}:*)"],     # with a `=`: the words after it are not taken for rules
         "variable": "CLAUDE_CODE_SESSION_ID", "transcript": ["~/.claude/projects/*/{id}.jsonl"],
         "dialogs": [
-            {"name": "trust", "text": "Do you trust the files in this folder|or one you trust\\?|Yes, I trust this folder",
+            {"name": "trust", "text": "Do you trust the files|or one you trust\\?|Yes, I trust this folder",
              "do": "answer it in the pane, or set projects[DIR].hasTrustDialogAccepted in ~/.claude.json beforehand"},
             {"name": "bypass", "text": "WARNING: .*Bypass Permissions mode|running in Bypass Permissions mode",
              "do": "answer it in the pane; it comes of --yolo, and `No, exit` is preselected"},
@@ -6560,8 +6560,10 @@ def composer_text(look: Look, profile: Profile, rows: Sequence[str]) -> str:
     if where is None:
         return ""
     sign = re.compile(profile.composer or "^[\\s\u2502|]*" + _GLYPH)
-    first = sign.search(look.rows[where[0]])
-    text = [rows[where[0]][first.end() if first else 0:], *rows[where[0] + 1:where[1] + 1]]
+    text = []
+    for n in range(where[0], where[1] + 1):
+        found = sign.search(look.rows[n])
+        text.append(re.split(r"\s{12,}", rows[n][found.end() if found else 0:], maxsplit=1)[0])    # (a panel beside it)
     return "\n".join(text)
 
 
@@ -6875,8 +6877,8 @@ def write_launch_script(registry: Registry, settings: Settings, plan: SessionPla
     if settings.get("MQTT_PASSWORD"):
         hidden += ["MQTT_" + name for name in ("BROKER", "PORT", "TLS", "USERNAME", "PASSWORD", "CA_CERTS", "CERTFILE",
                                                "KEYFILE", "CLIENT_ID_PREFIX", "KEEPALIVE")]
-    values = {"PATH": settings.get("PATH"), **({"HERDR_AGENT": profile.herdr_kind} if profile.herdr_kind and
-                                               plan.session.startswith("herdr:") else {}), **profile.env}
+    kind = profile.herdr_kind if plan.session.startswith("herdr:") else ""
+    values = {"PATH": settings.get("PATH"), "HOME": settings.home, "HERDR_AGENT": kind, **profile.env}
     lines = ["#!/bin/sh", "# %s: started by mam" % plan.session, "unset %s" % " ".join(dict.fromkeys(hidden))]
     lines += ["%s=%s; export %s" % (name, _quoted(value), name) for name, value in values.items() if value]
     lines += ["cd %s || exit 127" % _quoted(plan.workdir), "exec " + " ".join(_quoted(word) for word in words)]
@@ -7136,10 +7138,17 @@ def find_conversation(settings: Settings, row: SessionRow, profile: Profile, loo
                         newest.append((os.stat(path).st_mtime, path))
         except OSError:
             continue      # deleted meanwhile
-    pattern = "|".join(re.escape(os.path.basename(glob_)).replace(r"\{id\}", r"([0-9A-Za-z_-]+?)").replace(r"\*", ".*")
-                       for glob_ in profile.transcript)
-    named = re.fullmatch(pattern, os.path.basename(max(newest)[1])) if newest else None
-    return next((group for group in named.groups() if group), None) if named else None
+    return _conversation_in(os.path.basename(max(newest)[1]), profile) if newest else None
+
+
+def _conversation_in(name: str, profile: Profile) -> Optional[str]:
+    """The conversation that a transcript's file name holds: a UUID, else what stands where the profile has {id}."""
+    import re
+    found = re.findall(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", name)
+    for pattern in profile.transcript if not found else ():
+        form = re.escape(os.path.basename(pattern)).replace(r"\{id\}", "([0-9A-Za-z_-]+)").replace(r"\*", ".*")
+        found += re.findall("^%s$" % form, name)
+    return str(found[-1]) if found else None
 
 
 def conversation_in_use(settings: Settings, profile: Profile, conversation: str, but: Iterable[int] = ()) -> str:
