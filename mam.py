@@ -6056,8 +6056,8 @@ ENTER_WAITS_S = (0.8, 1.2, 2.0, 3.0)      # an Enter, then so long for the text 
 STOP_GRACE_S = 8.0       # for an agent to leave by itself
 PANE_WIDTH_CHARS, PANE_HEIGHT_LINES = 120, 50     # wider, and opencode puts a panel beside its composer
 
-# What an agent of each kind is: data only. Lists of words are parts of argv, in which {prompt},
-# {id} (of a conversation) and {publish} (the program that publishes) are filled in; `dialogs`, `busy`,
+# What an agent of each kind is: data only. Lists of words are parts of argv, in which {prompt}, {id}
+# (of a conversation), {transcript} (its file) and {publish} (the program that publishes) are filled in; `dialogs`, `busy`,
 # `composer`, `hints` and `goodbye` are regular expressions on rows of the screen. `source` says whether
 # it was tried by running the agent, or taken from its documentation (notes on multiplexers and agents).
 _GLYPH = "[>\u276f\u203a\u00bb](?!\\s*\\d+[.)])"          # a prompt sign, not a menu's
@@ -6122,7 +6122,8 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "goodbye": r"hermes (?:chat )?(?:-r|--resume) (\S{8,64})", "herdr_kind": "hermes"},
     "pi": {
         "command": ["pi"], "prompt": ["{prompt}"], "headless": ["pi", "-p", "{prompt}"],
-        "busy": ["Working\\.\\.\\."], "herdr_kind": "pi", "source": "tried"},
+        "resume": ["--session", "{transcript}"], "resume_prompt": ["--session", "{transcript}", "{prompt}"],
+        "transcript": ["~/.pi/agent/sessions/*/*_{id}.jsonl"], "busy": ["Working\\.\\.\\."], "herdr_kind": "pi", "source": "tried"},
     "generic": {},
 }
 Profile = namedtuple("Profile", "name also command prompt headless resume resume_prompt preset yolo allow variable "
@@ -6835,7 +6836,7 @@ def new_conversation() -> str:
 
 
 def launch_words(profile: Profile, plan: SessionPlan, values: Dict[str, str], resumes: bool) -> List[str]:
-    """argv of an agent. values: id (of its conversation), prompt, publish; what has no value is left out."""
+    """argv of an agent. values: id (of its conversation), transcript, prompt, publish; what has none is left out."""
     def fill(words: Sequence[str]) -> List[str]:
         filled = []
         for word in words:
@@ -6937,6 +6938,8 @@ def create_session(registry: Registry, settings: Settings, plan: SessionPlan, pr
     conversation = before.conversation if before else new_conversation() if profile.preset else None
     values = {"publish": launcher_path(registry, settings) + " publish"}
     values.update({"id": conversation} if conversation else {}, **({} if prompt is None else {"prompt": prompt}))
+    for path in transcripts(settings, profile, conversation or ""):
+        values["transcript"] = path
     words = launch_words(profile, plan, values, resumes)
     words[0] = find_program(settings, words[0], plan.workdir)
     script = write_launch_script(registry, settings, plan, profile, words)
