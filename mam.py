@@ -6057,11 +6057,11 @@ STOP_GRACE_S = 8.0       # for an agent to leave by itself
 PANE_WIDTH_CHARS, PANE_HEIGHT_LINES = 120, 50     # wider, and opencode puts a panel beside its composer
 
 # What an agent of each kind is: data only. Lists of words are parts of argv, in which {prompt}, {id}
-# (of a conversation), {transcript} (its file) and {publish} (the program that publishes) are filled in; `dialogs`, `busy`,
-# `composer`, `hints` and `goodbye` are regular expressions on rows of the screen. `source` says whether
-# it was tried by running the agent, or taken from its documentation (notes on multiplexers and agents).
+# (of a conversation), {transcript} (its file) and {publish} (the program that publishes) are filled in;
+# `dialogs`, `busy`, `composer`, `hints` and `goodbye` are regular expressions on rows of the screen. `source`
+# says whether it was tried by running the agent, or taken from its documentation.
 _GLYPH = "[>\u276f\u203a\u00bb](?!\\s*\\d+[.)])"          # a prompt sign, not a menu's
-_PASTED = r"\[(?:Pasted (?:text|Content|~?\d+)|paste #)[^\]]*\]"       # agents show a long paste by its size alone
+_PASTED = r"\[(?:Pasted (?:text|Content|~?\d+)|paste #)[^\]]*\]"   # agents show a long paste by its size alone
 _CONFIRM = r"Enter to confirm|Press enter to continue|Esc to cancel"    # stands under a dialog, not under a composer
 _NO_PROFILE: Dict[str, Any] = {
     "also": [], "command": [], "prompt": [], "headless": [], "resume": [], "resume_prompt": [], "preset": [],
@@ -6123,7 +6123,8 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
     "pi": {
         "command": ["pi"], "prompt": ["{prompt}"], "headless": ["pi", "-p", "{prompt}"],
         "resume": ["--session", "{transcript}"], "resume_prompt": ["--session", "{transcript}", "{prompt}"],
-        "transcript": ["~/.pi/agent/sessions/*/*_{id}.jsonl"], "busy": ["Working\\.\\.\\."], "herdr_kind": "pi", "source": "tried"},
+        "transcript": ["~/.pi/agent/sessions/*/*_{id}.jsonl"], "busy": ["Working\\.\\.\\."],
+        "herdr_kind": "pi", "source": "tried"},
     "generic": {},
 }
 Profile = namedtuple("Profile", "name also command prompt headless resume resume_prompt preset yolo allow variable "
@@ -6335,6 +6336,7 @@ class TmuxDriver:
             return self._run(*words, env=env).strip()
         except SessionError as error:
             if error.code != "gone":
+                error.hint = "choose another name; that one was not started by mam" if "duplicate" in error.why else ""
                 raise
         time.sleep(0.3)                                    # a server that was just going takes its time
         return self._run(*words, env=env).strip()
@@ -7040,6 +7042,7 @@ def archive_session(registry: Registry, session: str) -> None:
     """
     row = registry.session(session)
     path = os.path.join(registry.directory, "agent-sessions.yaml")
+    _make_private_dir(os.path.join(registry.directory, "locks"))
     with FileLock(os.path.join(registry.directory, "locks", "archive")) as lock:
         lock.acquire(JOB_LOCK_WAIT_S)
         old, rows = b"", []
