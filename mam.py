@@ -6050,7 +6050,7 @@ LOOK_AGAIN_S = 0.15      # between two looks at a screen; spinners turn faster
 SESSION_WAIT_S = 2.0     # for a session to come to rest before it is called busy
 BARE_WAIT_S = 0.6        # a screen on which no composer is known must have stood still for this long
 START_WAIT_S = 15.0      # for an agent that has just been started to draw its composer (opencode: 6 to 12 s)
-SEEN_WAIT_S = 1.0        # for a pasted text to be seen in the composer
+SEEN_WAIT_S = 5.0        # for a pasted text to be seen in a composer; an agent under load draws it late
 DIALOG_WAIT_S = 10.0     # for a human to answer a dialog that came up behind our paste
 ENTER_WAITS_S = (0.8, 1.2, 2.0, 3.0)      # an Enter, then so long for the text to leave the composer
 STOP_GRACE_S = 8.0       # for an agent to leave by itself
@@ -6745,18 +6745,23 @@ class Session:
         Enter is repeated only while our own text is seen in the composer, and never into a dialog.
         """
         entered = self.driver.type(look, text)
-        began, seen = time.monotonic(), False
-        while not entered and not seen and time.monotonic() < began + SEEN_WAIT_S:
+        limit = time.monotonic() + (SEEN_WAIT_S if composer_rows(look, self.profile) else 2 * PASTE_SETTLE_S)
+        now = look
+        while not entered and not holds(now, self.profile, text) and time.monotonic() < limit \
+                and not dialog_in(now, self.profile) and not now.dead:
             time.sleep(0.05)
-            seen = holds(self.driver.look(look.pane), self.profile, text)
-        time.sleep(max(0.0, began + PASTE_SETTLE_S - time.monotonic()))
+            now = self.driver.look(look.pane)
+        time.sleep(0.0 if entered else PASTE_SETTLE_S)      # (from when it was taken in: Enter must not come with it)
         for turn, wait_s in enumerate(ENTER_WAITS_S):
             doubt = self._in_the_way(look)
             if doubt:
                 return doubt
-            if turn or entered:
-                if not holds(self.driver.look(look.pane), self.profile, text):
+            now = self.driver.look(look.pane)
+            if not holds(now, self.profile, text):
+                if turn or entered:
                     return ""
+                if self.profile.composer and draft_in(now, self.profile):
+                    return "the composer of %s holds something else than what was put into it" % self.session
             if turn or not entered:
                 self.driver.press(look.pane, ["Enter"])
             deadline = time.monotonic() + wait_s
@@ -6897,7 +6902,8 @@ def session_lock(registry: Registry, session: str) -> FileLock:
     """The lock under which one process at a time types into a session, starts or ends it."""
     folder = os.path.join(registry.directory, "locks")
     _make_private_dir(folder)
-    return FileLock(os.path.join(folder, "pane-" + session.replace(":", "-").replace("%", "p")))
+    kind, _, name = session.partition(":")       # (no name has a `%` in it: a pane's lock is never a session's)
+    return FileLock(os.path.join(folder, "pane-%s-%s" % (kind, name.replace(":", "%"))))
 
 
 def check_plan(registry: Optional[Registry], settings: Settings, plan: SessionPlan) -> Profile:

@@ -319,7 +319,7 @@ def rows_about_sessions() -> Iterator[Bad]:
     yield Bad(["delegate", "--agent-session", "queue:x", "--exec", "true", "--prompt", "x"],
               "--exec goes with an exec: session, not with queue:x", "", 64)
     yield Bad(["delegate", "--agent-session", "herdr:x", "--prompt", "x"], "herdr agent list: no program herdr",
-              "install herdr >= 0.7.5, or use tmux", word="no_session", env={"HERDR_BIN_PATH": None})
+              "install herdr >= 0.7.5, or use tmux", word="no_session")
     yield Bad([*DELEGATE, "--workdir", "{at}/nosuch"], "--workdir {at}/nosuch: no such folder", word="bad_workdir")
     for path in ("/etc/passwd", "../x", "..", "", "a/../../x"):
         yield Bad([*DELEGATE, "--artifact", path], f"--artifact {path!r}: it must be a path inside the workdir",

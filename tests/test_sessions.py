@@ -426,6 +426,13 @@ def test_one_job_at_a_time_whatever_the_session_is_called(on_tmux: Stage) -> Non
     assert on_tmux.listed("--all")["tmux:alice"]["status"] == "stopped"
 
 
+def test_a_session_may_have_the_name_of_a_pane(on_tmux: Stage) -> None:
+    """Lost: every delivery to a session called p0, which waited for its own lock."""
+    on_tmux.create(name="p0")
+    on_tmux.mam("delegate", "--agent-session", "tmux:p0", "--prompt", "p", check=0)
+    assert on_tmux.listed()["tmux:p0"]["pane"] == "%0"
+
+
 # ---- deaths ---------------------------------------------------------------------------------------------------
 
 def test_a_session_whose_pane_is_gone_is_terminated(stage: Stage) -> None:
