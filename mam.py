@@ -6113,7 +6113,7 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "command": ["opencode"], "prompt": ["--prompt", "{prompt}"], "headless": ["opencode", "run", "{prompt}"],
         "resume": ["-s", "{id}"],                          # with --prompt it resumes and never sends the prompt
         "yolo": ["--auto"], "variable": "OPENCODE_SESSION_ID", "busy": ["esc (?:to )?interrupt"], "dialogs": [_ASKS],
-        "composer": "^[\\s\u2502|]*\u2503", "hints": ["^Ask anything"], "exit": ["C-c"],
+        "composer": "^[\\s\u2502|]*\u2503(?!\\s+\\S+ \u00b7 )", "hints": ["^Ask anything"], "exit": ["C-c"],
         "goodbye": r"opencode -s (ses_\w+|[0-9A-Za-z-]{8,64})", "clear": ["OPENCODE", "OPENCODE_PID"],
         "herdr_kind": "opencode", "source": "tried"},
     "hermes": {
@@ -6544,6 +6544,8 @@ def composer_rows(look: Look, profile: Profile) -> Optional[Tuple[int, int]]:
     if not found:
         return None
     first = found[-1]
+    while first - 1 in found:        # a bar beside all of its rows is its sign, too
+        first -= 1
     if any(re.search(_CONFIRM, row) for row in look.rows[first:]):
         return None                  # what the sign stands before is a choice
     if look.cursor:

@@ -669,6 +669,8 @@ CLAUDE = "\u276f Job J1, attempt 1, from mam.\n\n\u25cf Done. Do you want to pro
     ("\u203a fix it\n\n  100% context left\n", (8, 0), "codex", True),
     ("  \u2503\n  \u2503  Ask anything... \"Fix\"\n  \u2503\n  \u2503  Build  Big Pickle\n", (5, 1), "opencode", False),
     ("  \u2503\n  \u2503  fix\n  \u2503\n  \u2503  Build  Big Pickle\n", (8, 1), "opencode", True),
+    ("  \u2503\n  \u2503  \n  \u2503\n  \u2503  Build \u00b7 Big Pickle\n\n  foot", (5, 5), "opencode", False),
+    ("  \u2503\n  \u2503  half\n  \u2503\n  \u2503  Build \u00b7 Big Pickle\n\n  foot", None, "opencode", True),
     ("READY\n\n", (0, 1), "claude-code", False), ("some output\n> ", (2, 1), "generic", False),
     ("some output\n> half", (6, 1), "generic", True), ("aider> ", (7, 0), "generic", False)])
 def test_a_draft_is_told_from_a_hint(screen: str, cursor: Any, agent: str, draft: bool) -> None:
