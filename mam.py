@@ -27,7 +27,7 @@ Map of this file (a section uses only those above it):
     11. Daemon              sends, takes in, beats, keeps every clock, takes over
     12. Following           read events in order, wait for ends
     13. Running             _run: one command, its output, its exit, its events
-    14. Sessions            handing a prompt to a tmux pane
+    14. Sessions            agents in panes of tmux and herdr: start, prompt, stop, resume
     15. Remote              work on other hosts: keys, runners, what they take on
     16. Delegation          deliver, validate, settle
     18. Views               model to text (no I/O)
@@ -898,6 +898,12 @@ Mail = namedtuple("Mail", "attempt_id dispatch_token remote_keys runner dispatch
 NOTHING, OWED, KEPT, STALE = range(4)
 Beat = namedtuple("Beat", "job_id attempt_id period_s watch armed_mono touched_at touched_mono")
 
+# A session that mam has started. status: running, stopped (to be resumed), terminated (its pane went, or its
+# conversation was purged), archived (v4's). process: who is in the pane; job_id: the last job that it was given.
+SESSION_STATUSES = ("running", "stopped", "terminated", "archived")
+SessionRow = namedtuple("SessionRow", "session kind agent status pane socket process workdir conversation job_id "
+                                      "created_at updated_at ended_at data")
+
 # The requests of DESIGN 6. `by` says whose word it is: a worker's must come from
 # the current attempt, an operator's carries its own authority.
 Rule = namedtuple("Rule", "from_statuses to by reason")
@@ -1035,7 +1041,14 @@ def decide_remote(job: Job, payload: Dict[str, Any]) -> Decision:
 def can_deliver(job: Job) -> bool:
     """Whether mam brings this job to its session itself (a queue's jobs are picked instead)."""
     kind = job.agent_session.partition(":")[0]
+    if kind == "herdr":     # v4's default session: what was only registered for it is brought there by its own means
+        return bool(job.supervisor) or job.delivery != "none"
     return kind == "tmux" or kind == "exec" and bool(job.command) or kind == "remote" and bool(job.remote_keys)
+
+
+def asks_permission(job: Job) -> bool:
+    """Whether a job waits for a human's answer."""
+    return job.status == "running" and not job.phase and job.last_event == "permission_required"
 
 
 def exit_of(job: Job) -> int:
@@ -1484,7 +1497,8 @@ CREATE TABLE intents(
 CREATE TABLE senders(client_id TEXT PRIMARY KEY, broker TEXT NOT NULL, process TEXT NOT NULL);
 CREATE TABLE sessions(
   session TEXT PRIMARY KEY, kind TEXT NOT NULL, agent TEXT, status TEXT NOT NULL, pane TEXT, workdir TEXT,
-  conversation TEXT, job_id TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, data TEXT);
+  conversation TEXT, job_id TEXT, created_at TEXT NOT NULL, updated_at TEXT NOT NULL, data TEXT,
+  socket TEXT, process TEXT, ended_at TEXT);
 """
 
 # What makes a registry of the version before each of these one of this version.
@@ -1503,7 +1517,10 @@ CREATE TABLE beats(
   job_id TEXT PRIMARY KEY, attempt_id INTEGER NOT NULL, period_s REAL NOT NULL, watch TEXT,
   armed_mono TEXT NOT NULL, touched_at TEXT NOT NULL, touched_mono TEXT NOT NULL);
 INSERT INTO beats SELECT job_id, attempt_id, period_s, watch, armed_mono, touched_at, touched_mono FROM beats_1;
-DROP TABLE beats_1
+DROP TABLE beats_1;
+ALTER TABLE sessions ADD COLUMN socket TEXT;
+ALTER TABLE sessions ADD COLUMN process TEXT;
+ALTER TABLE sessions ADD COLUMN ended_at TEXT
 """}
 
 # Where locks, memory maps or both do not work across hosts: SQLite would lose commits.
@@ -1889,10 +1906,14 @@ class Registry:
     def counts(self) -> Dict[str, int]:
         return dict(self._execute("SELECT status, count(*) FROM jobs GROUP BY status"))
 
-    def open_in_session(self, session: str, but: str) -> Optional[str]:
-        """The id of another job that has been or is being handed to this session and is open."""
-        rows = self._execute("SELECT job_id FROM jobs WHERE status IN ('pending', 'running') AND agent_session = ? "
-                             "AND delivery <> 'none' AND job_id <> ? LIMIT 1", (session, but))
+    def open_in_session(self, names: Sequence[str], but: str = "") -> Optional[str]:
+        """The id of another job that has been or is being handed to this session and is open.
+
+        `names`: all by which it goes, such as tmux:alice and tmux:%3.
+        """
+        rows = self._execute("SELECT job_id FROM jobs WHERE status IN ('pending', 'running') AND agent_session IN (%s) "
+                             "AND delivery <> 'none' AND job_id <> ? LIMIT 1" % ",".join("?" * len(names)),
+                             (*names, but))
         return rows[0][0] if rows else None
 
     def prompt(self, job_id: str) -> str:
@@ -1921,6 +1942,11 @@ class Registry:
     def beat(self, job_id: str) -> Optional[Beat]:
         rows = self._execute("SELECT %s FROM beats WHERE job_id = ?" % ", ".join(Beat._fields), (job_id,))
         return Beat._make(rows[0]) if rows else None
+
+    def count_words(self, job_id: str, attempt: int) -> int:
+        """How many events of an attempt there are, beats left out."""
+        return int(self._execute("SELECT count(*) FROM events WHERE job_id = ? AND attempt_id = ? AND seq IS NOT NULL "
+                                 "AND source <> 'beat'", (job_id, attempt))[0][0])
 
     def beats(self) -> Dict[str, Beat]:
         return {row[0]: Beat._make(row) for row in self._execute("SELECT %s FROM beats" % ", ".join(Beat._fields))}
@@ -2166,8 +2192,10 @@ class Registry:
             self._log(job, "delivery", "delegate_wrapper", after, {})
             return True
 
-    def claim_session(self, job: Job) -> Tuple[bool, Optional[str]]:
+    def claim_session(self, job: Job, names: Sequence[str] = ()) -> Tuple[bool, Optional[str]]:
         """Begin a delivery into a pane: (ours to deliver, the other open job that has the pane).
+
+        `names`: all by which the session goes.
 
         By compare-and-swap, for a prompt is never injected twice.
         """
@@ -2176,12 +2204,42 @@ class Registry:
             if (now.attempt_id, now.delivery) != (job.attempt_id, "none") or now.outcome is not None \
                     or now.status not in OPEN_STATUSES:
                 return False, None
-            other = self.open_in_session(now.agent_session, now.job_id)
+            other = self.open_in_session([now.agent_session, *names], now.job_id)
             if other is None:
+                self._execute("UPDATE sessions SET job_id = ? WHERE session = ?", (now.job_id, now.agent_session))
                 self._update_job(now, {"delivery": "sending", "delivered_at": utc_now(),
                                        "delivered_mono": instant()}, visible=False)
                 self._log(job, "delivery", "delegate_wrapper", "sending", {})
             return other is None, other
+
+    # -- sessions ---------------------------------------------------------------------------
+
+    _SESSION_SQL = "SELECT %s FROM sessions " % ", ".join(SessionRow._fields)
+
+    def session(self, session: str) -> Optional[SessionRow]:
+        """A session that mam has started, ended ones included."""
+        rows = self._execute(self._SESSION_SQL + "WHERE session = ?", (session,))
+        return SessionRow._make(rows[0]) if rows else None
+
+    def sessions(self) -> List[SessionRow]:
+        return [SessionRow._make(row) for row in self._execute(self._SESSION_SQL + "ORDER BY created_at, session")]
+
+    def sessions_of_pane(self, pane: str, socket: str) -> List[str]:
+        """The names of running sessions in a pane."""
+        return [row[0] for row in self._execute("SELECT session FROM sessions WHERE status = 'running' AND pane = ? "
+                                                "AND socket = ?", (pane, socket))]
+
+    def save_session(self, session: str, fields: Dict[str, Any], anew: bool = False) -> None:
+        """Write columns of a session; `anew`: as a new one, in the place of one of this name that has ended."""
+        now = utc_now()
+        with self.write():
+            if anew:
+                row = {**fields, "session": session, "created_at": now, "updated_at": now}
+                self._execute("INSERT OR REPLACE INTO sessions(%s) VALUES(%s)" % (
+                    ", ".join(row), ", ".join("?" * len(row))), tuple(row.values()))
+            else:
+                self._execute("UPDATE sessions SET updated_at = ?, %s WHERE session = ?" % ", ".join(
+                    name + " = ?" for name in fields), (now, *fields.values(), session))
 
     def adopt_run(self, job_id: str, attempt: int, run: Dict[str, Any]) -> bool:
         """Become the one process that runs an attempt's command. False: somebody is, or it is over."""
@@ -2955,6 +3013,73 @@ def command_names(pid: int) -> List[str]:
     return [os.path.basename(word.decode("utf-8", "replace")) for word in words]
 
 
+def ancestors() -> List[int]:
+    """The processes above this one, the nearest first."""
+    found: List[int] = []
+    pid = os.getppid()
+    while pid > 0 and len(found) < 64:
+        found.append(pid)
+        pid = parent_of(pid)
+    return found
+
+
+def _process_list() -> List[Tuple[int, int, str]]:
+    """(pid, parent, command line) of every living process that can be seen."""
+    found = []
+    if not _has_proc():
+        import subprocess
+        out = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,command="], stdout=subprocess.PIPE).stdout
+        rows = [line.split(None, 2) for line in out.decode("utf-8", "replace").splitlines()]
+        return [(int(row[0]), int(row[1]), row[2]) for row in rows if len(row) == 3]
+    for name in os.listdir("/proc"):
+        fields = _stat_fields(int(name)) if name.isdigit() else None
+        if fields and fields[0] not in "ZXx":
+            try:
+                with open("/proc/%s/cmdline" % name, "rb") as file:
+                    command = file.read().replace(b"\0", b" ").decode("utf-8", "replace")
+                found.append((int(name), int(fields[1]), command))
+            except OSError:
+                continue      # gone meanwhile
+    return found
+
+
+def processes_naming(word: str) -> List[int]:
+    """The processes that have a word in their command line."""
+    return [pid for pid, _, command in _process_list() if word in command]
+
+
+def processes_holding(paths: Sequence[str]) -> List[int]:
+    """The processes that have one of these files open, as far as this user may see that."""
+    if not _has_proc():
+        out = run_program(["lsof", "-t", "--", *paths])[1] if paths else ""
+        return [int(line) for line in out.split() if line.isdigit()]
+    wanted, found = {os.path.realpath(path) for path in paths}, []
+    for name in os.listdir("/proc") if wanted else ():
+        try:
+            folder = "/proc/%s/fd" % name
+            if name.isdigit() and any(os.readlink(os.path.join(folder, one)) in wanted for one in os.listdir(folder)):
+                found.append(int(name))
+        except OSError:
+            continue          # another user's, or gone meanwhile
+    return found
+
+
+def family_of(pid: int) -> List[int]:
+    """A process and all that descend from it, as far as the line is not broken."""
+    rows, family = _process_list(), [pid]
+    for one in family:
+        family += [child for child, parent, _ in rows if parent == one and child not in family]
+    return family
+
+
+def group_of(pid: int) -> int:
+    """The process group of a living process; its own number if it has gone."""
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return pid
+
+
 def agent_ancestor() -> Optional[int]:
     """The nearest ancestor of this process that is an agent CLI."""
     pid = os.getppid()
@@ -3029,13 +3154,21 @@ def _open_log(path: str) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: float = 30.0) -> Tuple[int, str, str]:
+def spawn_detached(argv: Sequence[str], env: Dict[str, str]) -> None:
+    """Start another program that outlives us, in a session of its own, without our streams."""
+    import subprocess
+    subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                     env=env, cwd="/", start_new_session=True, close_fds=True)
+
+
+def run_program(argv: Sequence[str], stdin: Optional[bytes] = None, timeout_s: float = 30.0,
+                env: Optional[Dict[str, str]] = None) -> Tuple[int, str, str]:
     """Run a helper program to its end: (exit status, stdout, stderr). 127: there is no such program."""
     import subprocess
     try:
         done = subprocess.run(list(argv), input=stdin if stdin is not None else b"", stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=timeout_s)
-    except FileNotFoundError:
+                              stderr=subprocess.PIPE, timeout=timeout_s, env=env)
+    except (FileNotFoundError, PermissionError):
         return 127, "", "no program %s" % argv[0]
     except subprocess.TimeoutExpired:
         return 124, "", "%s did not answer within %ds" % (argv[0], timeout_s)
@@ -6037,78 +6170,1298 @@ def worker_variables(registry: Registry, settings: Settings, job: Job) -> Dict[s
 # ==============================================================================
 # 14. Sessions
 #
-# Handing a prompt to an agent in a tmux pane. Keystrokes prove nothing: a pane is
-# looked at before anything is typed, the text goes in one bracketed paste, and
-# whether it arrived is told by the agent's own `started` alone.
+# Agents in panes of tmux or herdr: started, prompted, stopped, resumed. A driver
+# knows one multiplexer; all else is written once against it. Keystrokes prove
+# nothing: a pane is looked at before anything is typed, the text goes in once, and
+# whether it arrived is told by the agent's own `started` alone (DESIGN 12).
 # ==============================================================================
 
-Pane = namedtuple("Pane", "pane_id dead in_mode command socket")
-
 PASTE_SETTLE_S = 0.3     # an Enter right behind a paste is swallowed by several agents
+LOOK_AGAIN_S = 0.15      # between two looks at a screen; spinners turn faster
+SESSION_WAIT_S = 2.0     # for a session to come to rest before it is called busy
+BARE_WAIT_S = 0.6        # a screen on which no composer is known must have stood still for this long
+START_WAIT_S = 15.0      # for an agent that has just been started to draw its composer (opencode: 6 to 12 s)
+SEEN_WAIT_S = 5.0        # for a pasted text to be seen in a composer; an agent under load draws it late
+DIALOG_WAIT_S = 10.0     # for a human to answer a dialog that came up behind our paste
+ENTER_WAITS_S = (0.8, 1.2, 2.0, 3.0)      # an Enter, then so long for the text to leave the composer
+STOP_GRACE_S = 8.0       # for an agent to leave by itself
+PANE_WIDTH_CHARS, PANE_HEIGHT_LINES = 120, 50     # wider, and opencode puts a panel beside its composer
+
+# What an agent of each kind is: data only. Lists of words are parts of argv, in which {prompt}, {id}
+# (of a conversation), {transcript} (its file) and {publish} (the program that publishes) are filled in;
+# `dialogs`, `busy`, `composer`, `hints` and `goodbye` are regular expressions on rows of the screen. `source`
+# says whether it was tried by running the agent, or taken from its documentation.
+_GLYPH = "[>\u276f\u203a\u00bb](?!\\s*\\d+[.)])"          # a prompt sign, not a menu's
+_PASTED = r"\[(?:Pasted (?:text|Content|~?\d+)|paste #)[^\]]*\]"   # agents show a long paste by its size alone
+_CONFIRM = r"Enter to confirm|Press enter to continue|Esc to cancel"    # stands under a dialog, not under a composer
+_NO_PROFILE: Dict[str, Any] = {
+    "also": [], "command": [], "prompt": [], "headless": [], "resume": [], "resume_prompt": [], "preset": [],
+    "yolo": [], "allow": [], "variable": "", "transcript": [], "dialogs": [], "busy": ["esc to interrupt"],
+    "composer": "", "hints": [], "exit": ["C-c", "C-c"], "goodbye": "", "clear": [], "env": {}, "herdr_kind": "",
+    "source": "documented"}
+_ASKS = {"name": "permission", "text": r"Do you want to (?:proceed|make this edit|create|allow|run)|Permission required"
+                                       r"|Would you like to (?:run|make)|Allow command\?",
+         "do": "answer it in the pane, or by mam session send S --keys"}
+_CHOICE = {"name": "choice",
+           "text": "^\\s*[>\u276f\u203a]\\s*\\d+[.)]\\s|\\[y/N\\]\\s*$|\\(y/n\\)\\s*$|" + _CONFIRM,
+           "do": "answer it in the pane, or by mam session send S --keys"}
+AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
+    "claude-code": {
+        "also": ["claude"], "command": ["claude"], "prompt": ["{prompt}"], "headless": ["claude", "-p", "{prompt}"],
+        "resume": ["--resume", "{id}"], "resume_prompt": ["--resume", "{id}", "{prompt}"],
+        "preset": ["--session-id", "{id}"], "yolo": ["--dangerously-skip-permissions"],
+        "allow": ["--allowedTools=Bash({publish}:*)"],     # with a `=`: the words after it are not taken for rules
+        "variable": "CLAUDE_CODE_SESSION_ID", "transcript": ["~/.claude/projects/*/{id}.jsonl"],
+        "dialogs": [
+            {"name": "trust", "text": "Do you trust the files|or one you trust\\?|Yes, I trust this folder",
+             "do": "answer it in the pane, or set projects[DIR].hasTrustDialogAccepted in ~/.claude.json beforehand"},
+            {"name": "bypass", "text": "WARNING: .*Bypass Permissions mode|running in Bypass Permissions mode",
+             "do": "answer it in the pane; it comes of --yolo, and `No, exit` is preselected"},
+            {"name": "api-key", "text": "Detected a custom API key",
+             "do": "answer it in the pane; `No` is preselected"},
+            {"name": "onboarding", "text": "Choose the text style|Select login method",
+             "do": "run the agent once by hand and finish its first steps"}, _ASKS],
+        "composer": "^[\\s\u2502|]*" + _GLYPH, "hints": ['^Try "'], "goodbye": r"claude --resume ([0-9A-Za-z-]{8,64})",
+        "clear": ["CLAUDECODE", "CLAUDE_CODE_CHILD_SESSION", "CLAUDE_CODE_SESSION_ID", "CLAUDE_CODE_ENTRYPOINT"],
+        "herdr_kind": "claude", "source": "tried"},
+    "codex": {
+        # Without --no-daemon the tool shells of one pane see another pane's environment.
+        "command": ["codex", "--no-daemon"], "prompt": ["{prompt}"],
+        "headless": ["codex", "exec", "--skip-git-repo-check", "{prompt}"],
+        "resume": ["resume", "{id}"], "resume_prompt": ["resume", "{id}", "{prompt}"],
+        "yolo": ["--dangerously-bypass-approvals-and-sandbox"], "variable": "CODEX_THREAD_ID",
+        "transcript": ["~/.codex/sessions/*/*/*/rollout-*-{id}.jsonl"], "exit": ["C-c"],
+        "dialogs": [
+            {"name": "trust", "text": "Do you trust the contents of this directory|allow Codex to work in this folder",
+             "do": "answer it in the pane, or set [projects.\"DIR\"] trust_level=\"trusted\" in ~/.codex/config.toml"},
+            {"name": "login", "text": "Sign in with ChatGPT", "do": "run the agent once by hand and sign in"},
+            {"name": "update", "text": "Update available|Skip until next version", "do": "answer it in the pane"},
+            _ASKS],
+        "composer": "^[\\s\u258c\u2502|]*" + _GLYPH, "goodbye": r"codex resume ([0-9A-Za-z-]{8,64})",
+        "hints": ["^Ask Codex"], "clear": ["CODEX_THREAD_ID", "CODEX_SESSION_ID"], "herdr_kind": "codex",
+        "source": "tried"},
+    "opencode": {
+        "command": ["opencode"], "prompt": ["--prompt", "{prompt}"], "headless": ["opencode", "run", "{prompt}"],
+        "resume": ["-s", "{id}"],                          # with --prompt it resumes and never sends the prompt
+        "yolo": ["--auto"], "variable": "OPENCODE_SESSION_ID", "busy": ["esc (?:to )?interrupt"], "dialogs": [_ASKS],
+        "composer": "^[\\s\u2502|]*\u2503(?!\\s+\\S+ \u00b7 )", "hints": ["^Ask anything"], "exit": ["C-c"],
+        "goodbye": r"opencode -s (ses_\w+|[0-9A-Za-z-]{8,64})", "clear": ["OPENCODE", "OPENCODE_PID"],
+        "herdr_kind": "opencode", "source": "tried"},
+    "hermes": {
+        "command": ["hermes", "chat"], "headless": ["hermes", "chat", "-q", "{prompt}", "-Q"], "resume": ["-r", "{id}"],
+        "yolo": ["--yolo"], "variable": "HERMES_SESSION_ID", "dialogs": [_ASKS], "clear": ["HERMES_SESSION_ID"],
+        "goodbye": r"hermes (?:chat )?(?:-r|--resume) (\S{8,64})", "herdr_kind": "hermes"},
+    "pi": {
+        "command": ["pi"], "prompt": ["{prompt}"], "headless": ["pi", "-p", "{prompt}"],
+        "resume": ["--session", "{transcript}"], "resume_prompt": ["--session", "{transcript}", "{prompt}"],
+        "transcript": ["~/.pi/agent/sessions/*/*_{id}.jsonl"], "busy": ["Working\\.\\.\\."],
+        "herdr_kind": "pi", "source": "tried"},
+    "generic": {},
+}
+Profile = namedtuple("Profile", "name also command prompt headless resume resume_prompt preset yolo allow variable "
+                                "transcript dialogs busy composer hints exit goodbye clear env herdr_kind source")
+
+# Variables by which a process knows the conversation it runs in; those of the profiles come on top.
+_SESSION_VARIABLES = ("CLAUDE_CODE_SESSION_ID", "ANTIGRAVITY_CONVERSATION_ID", "HERMES_SESSION_ID", "GROK_SESSION_ID",
+                      "OPENCODE_SESSION_ID", "CODEX_THREAD_ID")
+
+
+def agent_profiles(settings: Settings) -> Dict[str, Profile]:
+    """The profiles of all known agents: mam's own, with what `.mam/agents.json` adds or overrides."""
+    raw = {name: {**_NO_PROFILE, **fields} for name, fields in AGENT_PROFILES.items()}
+    folders = [settings.registry_dir]
+    if os.path.basename(settings.registry_dir).startswith("runner-"):
+        folders.append(os.path.dirname(settings.registry_dir))
+    path = next((path for path in (os.path.join(folder, "agents.json") for folder in folders)
+                 if os.path.lexists(path)), "")
+    if path:
+        for name, fields in _read_profiles(path).items():
+            like = fields.pop("like", name)
+            if like not in raw:
+                like = "generic"
+            raw[name] = {**raw[like], **({"also": []} if like != name else {}), **fields}
+    return {name: Profile(name=name, **fields) for name, fields in raw.items()}
+
+
+def _read_profiles(path: str) -> Dict[str, Dict[str, Any]]:
+    """The user's own profiles, checked; MamError that names the agent and the field."""
+    try:
+        with open(path, "rb") as file:
+            found = parse_json(file.read(MAX_PAYLOAD_BYTES + 1))
+    except OSError as error:
+        raise MamError("cannot read %s: %s" % (path, error.strerror), code="bad_profile") from None
+    except BadJson as error:
+        raise MamError("%s: %s" % (path, error), code="bad_profile") from None
+    if not isinstance(found, dict):
+        raise MamError("%s: it must be an object of agents" % path, code="bad_profile",
+                       hint='for example {"my-agent": {"command": ["my-agent"], "prompt": ["{prompt}"]}}')
+    for name, fields in found.items():
+        if not is_name(name) or not isinstance(fields, dict):
+            raise MamError("%s: agent %.80r must be a name with an object" % (path, name), code="bad_profile")
+        for field, value in fields.items():
+            why = _wrong_in_profile(field, value)
+            if why:
+                raise MamError("%s: %s.%s %s" % (path, name, clean_text(field)[:40], why), code="bad_profile",
+                               hint="the fields are: like, %s" % ", ".join(_NO_PROFILE))
+        like = fields.get("like")
+        if like is not None and like not in AGENT_PROFILES and like not in found:
+            raise MamError("%s: %s.like is %.40r, which is no agent" % (path, name, like), code="bad_profile")
+    return {**found}
+
+
+def _wrong_in_profile(field: str, value: Any) -> str:
+    """What is wrong with a field of a user's profile; "" if it can be used."""
+    if field != "like" and field not in _NO_PROFILE:
+        return "is no field of a profile"
+    form = "" if field == "like" else _NO_PROFILE[field]
+    if field == "dialogs":
+        if not isinstance(value, list) or not all(
+                isinstance(one, dict) and sorted(one) == ["do", "name", "text"] and
+                all(isinstance(text, str) for text in one.values()) for one in value):
+            return "must be a list of objects with name, text and do"
+        patterns = [one["text"] for one in value]
+    elif isinstance(form, list):
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            return "must be a list of strings"
+        patterns = value if field in ("busy", "hints") else []
+    elif isinstance(form, dict):
+        if not isinstance(value, dict) or not all(
+                isinstance(text, str) and is_name(name) for name, text in value.items()):
+            return "must be an object of strings"
+        patterns = []
+    elif not isinstance(value, str):
+        return "must be a string"
+    else:
+        patterns = [value] if field in ("composer", "goodbye") else []
+    if field == "clear" and not all(is_name(word) for word in value):
+        return "must be names of variables"
+    return _bad_pattern(patterns)
+
+
+def _bad_pattern(patterns: Sequence[str]) -> str:
+    import re
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return "has a regular expression that cannot be used, %.60r: %s" % (pattern, error)
+    return ""
+
+
+def profile_of(settings: Settings, agent: str, command: str = "") -> Profile:
+    """The profile of an agent, by the program in the foreground if that is a known one; else the generic one."""
+    profiles = agent_profiles(settings)
+    for word in (command, agent):
+        for profile in profiles.values():
+            if word and (word == profile.name or word in profile.also or word in profile.command[:1]):
+                return profile
+    return profiles["generic"]
+
+
+def known_profile(settings: Settings, agent: str) -> Profile:
+    """The same for an agent that is to be started: one that is not known is an error."""
+    profiles = agent_profiles(settings)
+    for profile in profiles.values():
+        if agent == profile.name or agent in profile.also:
+            return profile
+    raise MamError("no agent %.60r is known" % agent, exit=Exit.USAGE, code="bad_agent",
+                   hint="known are %s; .mam/agents.json adds others" % ", ".join(sorted(profiles)))
 
 
 class SessionError(Exception):
-    """A session that cannot take a prompt now. `busy`: it may later on."""
+    """A session that cannot do what is asked now. `busy`: it may later on. `code`: gone, dead, dialog, ..."""
 
-    def __init__(self, why: str, hint: str = "", busy: bool = True):
+    def __init__(self, why: str, hint: str = "", busy: bool = True, code: str = ""):
         super().__init__(why)
-        self.why, self.hint, self.busy = why, hint, busy
+        self.why, self.hint, self.busy, self.code = why, hint, busy, code
+
+    def as_mam_error(self, code: str = "") -> MamError:
+        return MamError(self.why, hint=self.hint, exit=Exit.BUSY if self.busy else Exit.FAILED,
+                        code=code or ("session_busy" if self.busy else "no_session"))
 
 
-class TmuxSession:
-    """A pane of the user's tmux server (or of MAM_TMUX_SOCKET: a socket's name or path)."""
+# -- drivers: what each multiplexer does for us --------------------------------------------------
 
-    def __init__(self, settings: Settings, name: str):
-        self._name = name
-        self._target = name if name.startswith("%") else "=%s:" % name
+# A pane as it is now. rows: its screen; solid: the same without what is drawn dim or inverse (hints, cursors);
+# cursor: (column, row), None if hidden or unknown; names: the sessions under which the pane is known;
+# agent: what herdr has to say of it.
+Look = namedtuple("Look", "pane dead exit_status in_mode command pid socket rows solid cursor names agent")
+
+
+def split_shades(text: str) -> Tuple[List[str], List[str]]:
+    """A captured screen with its SGR sequences as (rows of text, the same with dim and inverse parts blank)."""
+    import re
+    plain, solid, at, pale = [], [], 0, [False, False]
+    sequences = r"\x1b\[([0-9;:]*)m|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[()][0-9A-Z]|[\x0e\x0f]|\Z"
+    for found in re.finditer(sequences, text):
+        part = text[at:found.start()]
+        at = found.end()
+        plain.append(part)
+        solid.append("".join([character if character == "\n" else " " for character in part]) if any(pale) else part)
+        codes = re.sub(r"[345]8[;:](?:5[;:]\d+|2(?:[;:]\d*){3,4})", "", found.group(1) or "x").split(";")
+        for code in codes if found.group(1) is not None else ():
+            pale = [False, False] if code in ("", "0") else [code == "2" or pale[0] and code != "22",
+                                                             code == "7" or pale[1] and code != "27"]
+    return "".join(plain).split("\n"), "".join(solid).split("\n")
+
+
+class TmuxDriver:
+    """The user's tmux server, or the one of a socket's name or path."""
+    kind = "tmux"
+    one_line = False           # whether a pasted text must not have line breaks
+    _FORMAT = "\t".join("#{%s}" % name for name in (
+        "pane_id", "pane_dead", "pane_dead_status", "pane_in_mode", "pane_current_command", "pane_pid", "socket_path",
+        "cursor_x", "cursor_y", "cursor_flag", "session_name", "pane_active", "window_active"))
+
+    def __init__(self, settings: Settings, socket: str = ""):
+        self.socket = socket or settings.get("MAM_TMUX_SOCKET")
         self._own_pane = (settings.get("TMUX_PANE"), settings.get("TMUX").partition(",")[0])
-        socket = settings.get("MAM_TMUX_SOCKET")
-        self._tmux = ["tmux"] + (["-S" if "/" in socket else "-L", socket] if socket else [])
+        self._tmux = ["tmux"] + (["-S" if "/" in self.socket else "-L", self.socket] if self.socket else [])
+        self._settings = settings
 
-    def _run(self, *arguments: str, stdin: Optional[bytes] = None) -> str:
-        status, out, err = run_program(self._tmux + list(arguments), stdin, 10.0)
+    def _run(self, *arguments: str, stdin: Optional[bytes] = None, env: Optional[Dict[str, str]] = None) -> str:
+        status, out, err = run_program(self._tmux + list(arguments), stdin, 10.0, env)
         if status != 0:
-            raise SessionError("tmux %s: %s" % (arguments[0], err.strip() or "exit status %d" % status), busy=False)
+            why = err.strip() or "exit status %d" % status
+            gone = any(word in why for word in ("can't find", "no server running", "error connecting", "server exited",
+                                                "lost server", "no current"))
+            raise SessionError("tmux %s: %s" % (arguments[0], why), busy=False, code="gone" if gone else "failed")
         return out
 
-    def look(self) -> Pane:
-        """The pane as it is now; SessionError if there is none."""
+    def target(self, name: str) -> str:
+        """How the pane of a session that mam has not started is addressed."""
+        return name if name.startswith("%") else "=%s:" % name
+
+    def look(self, target: str, patience: int = 2) -> Look:
+        """The pane as it is now; SessionError (`gone`) if there is none."""
+        out = self._run("display-message", "-p", "-t", target, self._FORMAT, ";",
+                        "capture-pane", "-p", "-e", "-t", target)
+        line, _, screen = out.partition("\n")
+        fields = line.split("\t")
+        if len(fields) != 13 or not fields[0]:
+            raise SessionError("there is no pane %s" % target, busy=False, code="gone")
+        if fields[1] == "1" and not fields[2] and patience:       # not yet reaped; tmux can lose it for good
+            time.sleep(0.05)
+            return self.look(target, patience - 1)
+        if fields[1] == "1":        # the line that says so has scrolled the screen
+            screen = self._run("capture-pane", "-p", "-e", "-S", "-%d" % PANE_HEIGHT_LINES, "-t", target)
+        rows, solid = split_shades(screen)
+        names = ["tmux:" + fields[0]]
+        if fields[11] == fields[12] == "1" and is_name(fields[10]):
+            names.append("tmux:" + fields[10])
+        cursor = (int(fields[7]), int(fields[8])) if fields[9] == "1" else None
+        return Look(fields[0], fields[1] == "1", fields[2], fields[3] not in ("", "0"), fields[4].lstrip("-"),
+                    int(fields[5] or 0), fields[6], rows, solid, cursor, names, {})
+
+    def is_own(self, look: Look) -> bool:
+        """Whether it is the pane in which this very command runs."""
+        return (look.pane, look.socket) == self._own_pane
+
+    def create(self, name: str, script: str, workdir: str) -> str:
+        """Start a script as the process of a pane in a session of its own: the pane. It stays when the script ends."""
+        words = ["new-session", "-d", "-P", "-F", "#{pane_id}", "-s", name, "-x", str(PANE_WIDTH_CHARS),
+                 "-y", str(PANE_HEIGHT_LINES), "-c", workdir, "/bin/sh", script, ";",
+                 "set-option", "-p", "-t", "=%s:" % name, "remain-on-exit", "on"]
+        env = environment_of_work(self._settings, {})      # a new server keeps it for all its panes
         try:
-            line = self._run("display-message", "-p", "-t", self._target,
-                             "#{pane_id}\t#{pane_dead}\t#{pane_in_mode}\t#{pane_current_command}\t#{socket_path}")
+            return self._run(*words, env=env).strip()
         except SessionError as error:
-            raise SessionError("no tmux session %s (%s)" % (self._name, error.why), busy=False,
-                               hint="start the agent: tmux new-session -d -s %s AGENT" % self._name) from None
-        fields = line.rstrip("\n").split("\t")
-        if len(fields) != 5 or not fields[0]:
-            raise SessionError("no tmux session %s" % self._name, busy=False,
-                               hint="start the agent: tmux new-session -d -s %s AGENT" % self._name)
-        return Pane(fields[0], fields[1] == "1", fields[2] not in ("", "0"), fields[3], fields[4])
+            if error.code != "gone":
+                error.hint = "choose another name; that one was not started by mam" if "duplicate" in error.why else ""
+                raise
+        time.sleep(0.3)                                    # a server that was just going takes its time
+        return self._run(*words, env=env).strip()
 
-    def check(self) -> Pane:
-        """The pane, if a prompt typed into it would reach an agent."""
-        pane = self.look()
-        if pane.dead:
-            raise SessionError("the agent in tmux:%s has exited; its pane is dead" % self._name,
-                               hint="tmux respawn-pane -k -t %s AGENT" % pane.pane_id)
-        if (pane.pane_id, pane.socket) == self._own_pane:
-            raise SessionError("tmux:%s is the pane in which this command runs" % self._name,
-                               hint="delegate from another pane: what is typed here would reach your shell")
-        if pane.command.lstrip("-") in SHELLS:
-            raise SessionError("a shell (%s) is in the foreground of tmux:%s, not an agent" % (
-                pane.command, self._name), hint="start the agent there; a prompt must not reach a shell")
-        return pane
+    def leave_mode(self, pane: str) -> None:
+        self._run("send-keys", "-t", pane, "-X", "cancel")
 
-    def deliver(self, text: str) -> None:
-        """Paste the text into the pane and press Enter, once."""
-        pane = self.check()
-        if pane.in_mode:
-            self._run("send-keys", "-t", pane.pane_id, "-X", "cancel")
+    def type(self, look: Look, text: str) -> bool:
+        """Put a text into the pane as one bracketed paste. False: Enter is still to be pressed."""
         buffer = "mam-" + random_hex(12)
         self._run("load-buffer", "-b", buffer, "-", stdin=text.encode("utf-8"))
-        self._run("paste-buffer", "-p", "-d", "-b", buffer, "-t", pane.pane_id)
-        time.sleep(PASTE_SETTLE_S)
-        self._run("send-keys", "-t", pane.pane_id, "Enter")
+        self._run("paste-buffer", "-p", "-d", "-b", buffer, "-t", look.pane)
+        return False
+
+    def press(self, pane: str, keys: Sequence[str]) -> None:
+        self._run("send-keys", "-t", pane, *keys)
+
+    def capture(self, pane: str, lines: int) -> str:
+        """The text of the screen; with `lines`, that many lines of history before it."""
+        return self._run("capture-pane", "-p", "-J", "-t", pane, *(["-S", "-%d" % lines] if lines else []))
+
+    def kill(self, pane: str, workspace: str = "") -> None:
+        self._run("kill-pane", "-t", pane)
+
+
+_HERDR_KEYS = {"Enter": "enter", "Escape": "esc", "Up": "up", "Down": "down", "Left": "left", "Right": "right",
+               "Tab": "tab", "BSpace": "backspace", "Space": "space"}
+
+
+class HerdrDriver:
+    """herdr by its command line, 0.7.5 or later: JSON envelopes, errors on stderr (notes, section 1).
+
+    `socket`: a path, or the name of one of its sessions.
+    """
+    kind = "herdr"
+    one_line = True            # `pane send-text` puts no brackets around it
+
+    def __init__(self, settings: Settings, socket: str = ""):
+        self.socket = socket
+        self._herdr = [settings.get("HERDR_BIN_PATH", "herdr")]
+        self._env: Optional[Dict[str, str]] = None
+        if "/" in socket:
+            self._env = {**environment_of_work(settings, {}), "HERDR_SOCKET_PATH": socket}
+        elif socket:
+            self._herdr += ["--session", socket]
+        self._own_pane = settings.get("HERDR_PANE_ID")
+        self._settings = settings
+
+    def _run(self, *arguments: str, env: Optional[Dict[str, str]] = None) -> str:
+        import json
+        status, out, err = run_program(self._herdr + list(arguments), None, 30.0, env or self._env)
+        if status == 0:
+            return out
+        code, why = "failed", err.strip() or "exit status %d" % status
+        for line in (err + "\n" + out).splitlines():
+            try:
+                said = json.loads(line)["error"]
+                code, why = str(said["code"]), "%s (%s)" % (said["message"], said["code"])
+            except (ValueError, KeyError, TypeError):
+                continue      # usage errors, and whatever else stands there, are plain text
+        gone = code in ("pane_not_found", "workspace_not_found", "agent_not_found", "server_not_running",
+                        "agent_pane_not_found", "server_unavailable")
+        busy = code in ("agent_blocked", "agent_not_ready", "agent_pane_busy", "agent_not_idle")
+        hint = "install herdr >= 0.7.5, or use tmux" if status == 127 else ""
+        raise SessionError("herdr %s: %s" % (" ".join(arguments[:2]), why), hint, busy,
+                           "no_server" if code.startswith("server_") else "gone" if gone else code)
+
+    def _ask(self, *arguments: str, env: Optional[Dict[str, str]] = None) -> Dict[str, Any]:
+        """The `result` of a command's envelope; SessionError for what is none."""
+        import json
+        out = self._run(*arguments, env=env)
+        try:
+            result = json.loads(out)["result"]
+            if isinstance(result, dict):
+                return result
+        except (ValueError, KeyError, TypeError):
+            pass      # told below
+        raise SessionError("herdr %s answered %.60r" % (" ".join(arguments[:2]), out), busy=False, code="failed")
+
+    def target(self, name: str) -> str:
+        """The pane of an agent's name, a pane's label, or a kind of agent of which there is one."""
+        try:
+            agents, panes = self._ask("agent", "list").get("agents") or [], self._panes()
+        except SessionError as error:
+            if error.code == "no_server":
+                raise SessionError(error.why, busy=False, code="gone") from None
+            raise
+        spaces = [] if any(pane.get("label") == name for pane in panes) else self._spaces(name)
+        for field, rows in (("name", agents), ("label", panes), ("agent", agents), ("workspace_id", panes)):
+            wanted = spaces if field == "workspace_id" else [name]
+            found = sorted({str(row["pane_id"]) for row in rows if row.get(field) in wanted})
+            if len(found) == 1:
+                return found[0]
+            if found:
+                raise SessionError("%d panes of herdr are called %s: %s" % (len(found), name, ", ".join(found)),
+                                   "give one of them a name of its own: herdr agent rename", False, "ambiguous")
+        raise SessionError("herdr has no agent or pane %s" % name, busy=False, code="gone")
+
+    def _spaces(self, name: str) -> List[str]:
+        spaces = self._ask("workspace", "list").get("workspaces") or []
+        return [space["workspace_id"] for space in spaces if space.get("label") == name]
+
+    def _panes(self) -> List[Dict[str, Any]]:
+        return self._ask("pane", "list").get("panes") or []
+
+    def look(self, target: str) -> Look:
+        """The pane as it is now; SessionError (`gone`) if there is none."""
+        try:
+            pane = next((pane for pane in self._panes() if pane.get("pane_id") == target), None)
+        except SessionError as error:
+            code = "gone" if error.code == "no_server" else error.code
+            raise SessionError(error.why, error.hint, error.busy, code) from None
+        if pane is None:
+            raise SessionError("herdr has no pane %s" % target, busy=False, code="gone")
+        info = self._ask("pane", "process-info", "--pane", target).get("process_info") or {}
+        front = info.get("foreground_processes") or [{}]
+        argv = front[-1].get("argv") or [""]
+        command = os.path.basename(str(front[-1].get("name") or front[-1].get("argv0") or argv[0]))
+        rows = self._run("pane", "read", target, "--source", "visible", "--lines", "200").split("\n")
+        names = [word for word in (pane.get("label"), pane.get("name")) if isinstance(word, str) and is_name(word)]
+        return Look(target, False, "", False, command.lstrip("-"), int(info.get("shell_pid") or 0), self.socket,
+                    rows, rows, None, ["herdr:" + name for name in names], pane)
+
+    def is_own(self, look: Look) -> bool:
+        return bool(self._own_pane) and look.pane == self._own_pane
+
+    def create(self, name: str, script: str, workdir: str) -> str:
+        """Start a script as the process of the root pane of a workspace of its own: the pane. A shell is there
+        first, and becomes the script."""
+        words = ["workspace", "create", "--cwd", workdir, "--label", name, "--no-focus"]
+        try:
+            made = self._ask(*words)
+        except SessionError as error:
+            if error.code != "no_server":
+                raise
+            self._start_server()
+            made = self._ask(*words)
+        pane = str(made["root_pane"]["pane_id"])
+        self._run("pane", "run", pane, "exec /bin/sh " + _quoted(script))
+        return pane
+
+    def _start_server(self) -> None:
+        """`herdr server` stays in the foreground: it gets a session of its own, and is polled."""
+        spawn_detached([*self._herdr, "server"], self._env or environment_of_work(self._settings, {}))
+        deadline = time.monotonic() + 10.0
+        while True:
+            try:
+                self._run("status", "server", "--json")
+                self._run("workspace", "list")
+                return
+            except SessionError as error:
+                if time.monotonic() > deadline:
+                    raise SessionError("herdr's server does not come up: %s" % error.why, busy=False) from None
+            time.sleep(0.1)
+
+    def leave_mode(self, pane: str) -> None:
+        """herdr keeps no mode that swallows what is typed."""
+
+    def type(self, look: Look, text: str) -> bool:
+        """Prompt an agent that herdr knows (True: it has pressed Enter), else put in a line of text."""
+        if look.agent.get("agent"):
+            self._ask_or_nothing("agent", "prompt", look.pane, text)
+            return True
+        self._run("pane", "send-text", look.pane, text)
+        return False
+
+    def _ask_or_nothing(self, *arguments: str) -> None:
+        self._run(*arguments)
+
+    def press(self, pane: str, keys: Sequence[str]) -> None:
+        self._run("pane", "send-keys", pane, *[_HERDR_KEYS.get(key, "ctrl+" + key[2:] if key.startswith("C-") else key)
+                                               for key in keys])
+
+    def capture(self, pane: str, lines: int) -> str:
+        source = "recent" if lines else "visible"
+        return self._run("pane", "read", pane, "--source", source, "--lines", str(lines + PANE_HEIGHT_LINES))
+
+    def kill(self, pane: str, workspace: str = "") -> None:
+        self._run("pane", "close", pane)
+
+
+if TYPE_CHECKING:
+    from typing import Union
+    Driver = Union[TmuxDriver, HerdrDriver]
+
+
+def driver_of(settings: Settings, kind: str, socket: str = "") -> Driver:
+    return HerdrDriver(settings, socket) if kind == "herdr" else TmuxDriver(settings, socket)
+
+
+# -- what a screen shows ---------------------------------------------------------------------------
+
+
+def _bare(text: str) -> str:
+    """A row of a screen without white space and the lines of boxes."""
+    return "".join([character for character in text if not character.isspace() and not
+                    0x2500 <= ord(character) < 0x25a0 and character != "|"])
+
+
+def composer_rows(look: Look, profile: Profile) -> Optional[Tuple[int, int]]:
+    """First and last row of the composer: the prompt sign under which the cursor is, else the lowest one."""
+    import re
+    sign = re.compile(profile.composer or "^[\\s\u2502|]*" + _GLYPH)
+    found = [n for n, row in enumerate(look.rows) if sign.search(row)]
+    if not found:
+        return None
+    first = found[-1]
+    while first - 1 in found:        # a bar beside all of its rows is its sign, too
+        first -= 1
+    if any(re.search(_CONFIRM, row) for row in look.rows[first:]):
+        return None                  # what the sign stands before is a choice
+    if look.cursor:
+        at = look.cursor[1]
+        above = [n for n in found if n <= at and all(_bare(row) for row in look.rows[n + 1:at + 1])]
+        first = above[-1] if above else first
+    last = first
+    while last + 1 < len(look.rows) and _bare(look.rows[last + 1]):
+        last += 1
+    return first, last
+
+
+def composer_text(look: Look, profile: Profile, rows: Sequence[str]) -> str:
+    """What stands in the composer without its prompt sign; "" if none is seen. `rows`: those of the look, or solid."""
+    import re
+    where = composer_rows(look, profile)
+    if where is None:
+        return ""
+    sign = re.compile(profile.composer or "^[\\s\u2502|]*" + _GLYPH)
+    text = []
+    for n in range(where[0], where[1] + 1):
+        found = sign.search(look.rows[n])
+        text.append(re.split(r"\s{12,}", rows[n][found.end() if found else 0:], maxsplit=1)[0])    # (a panel beside it)
+    return "\n".join(text)
+
+
+def _before_cursor(look: Look, rows: Sequence[str]) -> str:
+    """What stands left of the cursor in its row, without a prompt sign; "" when the cursor is hidden."""
+    import re
+    if not look.cursor or look.cursor[1] >= len(rows):
+        return ""
+    return re.sub("^[^>\u276f\u203a\u00bb]{0,30}" + _GLYPH, "", rows[look.cursor[1]][:look.cursor[0]])
+
+
+def draft_in(look: Look, profile: Profile) -> bool:
+    """Whether a human's words stand in the composer. The dim hint in an empty one is none."""
+    import re
+    if composer_rows(look, profile) is None:
+        return bool(_bare(_before_cursor(look, look.solid)))
+    plain = composer_text(look, profile, look.rows).strip("\u2502|\u2503 \n\t\u00a0")
+    if any(re.search(hint, plain) for hint in profile.hints):
+        return False
+    return bool(_bare(composer_text(look, profile, look.solid)))
+
+
+def holds(look: Look, profile: Profile, text: str) -> bool:
+    """Whether a text of ours stands in the composer: its beginning, its last rows, or the sign for a long paste."""
+    import re
+    ours = _bare(text)
+    for shown in (composer_text(look, profile, look.rows), _before_cursor(look, look.rows)):
+        if re.search(_PASTED, shown):
+            return True
+        shown = _bare(shown)
+        if ours[:40] in shown or len(shown) >= min(8, len(ours)) and shown in ours:
+            return True
+    return False
+
+
+def dialog_in(look: Look, profile: Profile) -> Optional[Dict[str, str]]:
+    """The dialog that waits for an answer: what stands above a composer is only talked about."""
+    import re
+    where = composer_rows(look, profile)
+    rows = look.rows[where[1] + 1:] if where else look.rows
+    text = "\n".join(rows)
+    for dialog in [*profile.dialogs, _ASKS, _CHOICE]:
+        if re.search(dialog["text"], text, re.M):
+            return {**dialog}
+    if look.agent.get("agent_status") == "blocked":
+        return {"name": "blocked", "do": "herdr calls it blocked: look at its pane (mam session capture)"}
+    return None
+
+
+def is_busy(look: Look, profile: Profile) -> bool:
+    """Whether the lowest part of the screen says that the agent is at work."""
+    import re
+    rows = [row for row in look.rows if row.strip()][-15:]
+    return any(re.search(pattern, row) for row in rows for pattern in profile.busy)
+
+
+def last_words(look: Look) -> str:
+    """The last line on a screen that says something, fit for a message."""
+    rows = [row.strip() for row in look.rows if _bare(row) and not row.startswith("Pane is dead")]
+    return clean_text(rows[-1])[:200] if rows else ""
+
+
+class Session:
+    """A session: one that mam has started and keeps in its inventory (`row`), or a pane that the user made."""
+
+    __slots__ = ("settings", "session", "row", "driver", "agent", "target", "profile")
+
+    def __init__(self, settings: Settings, session: str, row: Optional[SessionRow], agent: str = ""):
+        self.settings, self.session = settings, session
+        self.row = row = row if row and row.status == "running" else None       # an ended one may be another's by now
+        self.driver = driver_of(settings, session.partition(":")[0], row.socket or "" if row else "")
+        self.agent = row.agent or agent if row else agent
+        self.profile = profile_of(settings, self.agent)
+        self.target = row.pane or "" if row else ""
+
+    def _gone(self, why: str) -> SessionError:
+        kind, _, name = self.session.partition(":")
+        return SessionError("no %s session %s (%s)" % (kind, name, why), busy=False, code="gone", hint=(
+            "start the agent: mam session create %s --mux %s --agent AGENT%s" % (name, kind, (
+                ", or tmux new-session -d -s %s AGENT" % name) if kind == "tmux" else "")))
+
+    def look(self) -> Look:
+        """The pane as it is now; SessionError (`gone`) if there is none, or another process has its number."""
+        import json
+        try:
+            look = self.driver.look(self.target or self.driver.target(self.session.partition(":")[2]))
+        except SessionError as error:
+            if error.code != "gone":
+                raise
+            raise self._gone(error.why) from None
+        if self.target and self.row and self.row.process and look.pid and not look.dead:
+            known, now = json.loads(self.row.process), identity_of(look.pid)
+            if known["pid"] != look.pid or now and now != known:      # another server's, which counts anew
+                raise self._gone("its pane belongs to another process by now")
+        if not self.target:
+            self.profile = profile_of(self.settings, self.agent, look.command)
+        return look
+
+    def check(self) -> Look:
+        """The pane, if what is typed into it would reach an agent."""
+        look = self.look()
+        if look.dead:
+            raise SessionError("the agent in %s has exited%s; its pane is dead" % (
+                self.session, " with status " + look.exit_status if look.exit_status else ""), code="dead",
+                hint="mam session resume %s" % self.session if self.row else
+                "tmux respawn-pane -k -t %s AGENT" % look.pane)
+        if self.driver.is_own(look):
+            raise SessionError("%s is the pane in which this command runs" % self.session, code="own",
+                               hint="delegate from another pane: what is typed here would reach your shell")
+        if look.command in SHELLS:
+            raise SessionError("a shell (%s) is in the foreground of %s, not an agent" % (look.command, self.session),
+                               hint="start the agent there; a prompt must not reach a shell", code="shell")
+        return look
+
+    def ready(self, wait_s: float, starting: bool = False) -> Look:
+        """Wait until the agent rests at an empty composer; SessionError before anything is typed if it does not.
+
+        At rest: two looks show the same, and nothing says that it works. A blank screen is an agent that
+        is being started, and so is one (`starting`, or a known one) whose composer is not there yet.
+        """
+        began, stable_since, before = time.monotonic(), 0.0, None
+        while True:
+            now = time.monotonic()
+            try:
+                look = self.check()
+            except SessionError as error:
+                if error.code != "shell" or not starting or now - began > START_WAIT_S:
+                    raise
+                time.sleep(0.05)      # the script that becomes the agent
+                continue
+            if look.in_mode:
+                self.driver.leave_mode(look.pane)
+                before = None
+                continue
+            self.refuse_dialog(look)
+            why, limit_s = self._unrest(look, wait_s, starting)
+            same = before is not None and (look.rows, look.cursor) == (before.rows, before.cursor)
+            stable_since = stable_since if same else now
+            if same and not why or same and why == "bare" and now - stable_since >= BARE_WAIT_S:
+                if draft_in(look, self.profile):
+                    raise SessionError("a draft stands in the composer of %s" % self.session, code="draft",
+                                       hint="send it or delete it: mam adds nothing to it")
+                return look
+            if now - began >= limit_s:
+                raise SessionError("%s %s" % (self.session, {"": "is at work: its screen does not come to rest",
+                                                             "bare": "does not come to rest"}.get(why, why)),
+                                   hint="wait until it rests; look at it: mam session capture %s" % self.session)
+            before = look
+            time.sleep(LOOK_AGAIN_S)
+
+    def _unrest(self, look: Look, wait_s: float, starting: bool) -> Tuple[str, float]:
+        """(what speaks against typing now; how long to wait for a change). `bare`: no composer is known."""
+        if not any(row.strip() for row in look.rows):
+            return "shows nothing: its agent is still starting, or hangs", max(wait_s, START_WAIT_S)
+        if is_busy(look, self.profile):
+            return "is at work", wait_s
+        if composer_rows(look, self.profile) is not None:
+            return "", max(wait_s, START_WAIT_S) if starting else wait_s
+        is_known = bool(self.profile.composer) and (starting or look.command in (*self.profile.command[:1],
+                                                                                 *self.profile.also))
+        if is_known:
+            return "shows no composer as %s has one (see `composer` in .mam/agents.json)" % self.profile.name, \
+                max(wait_s, START_WAIT_S)
+        return "bare", max(wait_s, BARE_WAIT_S + 1.0)
+
+    def refuse_dialog(self, look: Look) -> None:
+        """SessionError if a dialog waits: it is named, and never answered by an Enter of ours."""
+        dialog = dialog_in(look, self.profile)
+        if dialog:
+            raise SessionError("%s waits in a dialog (%s)" % (self.session, dialog["name"]), code="dialog",
+                               hint=dialog["do"].replace(" S ", " %s " % self.session))
+
+    def type_in(self, look: Look, text: str) -> str:
+        """Put a text in, once, and press Enter. What is in doubt, for a human; "" if it left the composer.
+
+        Enter is repeated only while our own text is seen in the composer, and never into a dialog.
+        """
+        entered = self.driver.type(look, text)
+        limit = time.monotonic() + (SEEN_WAIT_S if composer_rows(look, self.profile) else 2 * PASTE_SETTLE_S)
+        now = look
+        while not entered and not holds(now, self.profile, text) and time.monotonic() < limit \
+                and not dialog_in(now, self.profile) and not now.dead:
+            time.sleep(0.05)
+            now = self.driver.look(look.pane)
+        time.sleep(0.0 if entered else PASTE_SETTLE_S)      # (from when it was taken in: Enter must not come with it)
+        for turn, wait_s in enumerate(ENTER_WAITS_S):
+            doubt = self._in_the_way(look)
+            if doubt:
+                return doubt
+            now = self.driver.look(look.pane)
+            if not holds(now, self.profile, text):
+                if turn or entered:
+                    return ""
+                if self.profile.composer and draft_in(now, self.profile):
+                    return "the composer of %s holds something else than what was put into it" % self.session
+            if turn or not entered:
+                self.driver.press(look.pane, ["Enter"])
+            deadline = time.monotonic() + wait_s
+            while time.monotonic() < deadline:
+                time.sleep(0.1)
+                if not holds(self.driver.look(look.pane), self.profile, text):
+                    return ""
+        return "what was typed still stands in the composer of %s after %d Enters" % (self.session, len(ENTER_WAITS_S))
+
+    def _in_the_way(self, look: Look) -> str:
+        """What keeps us from pressing Enter now, after a human was given time to answer a dialog; "" if nothing."""
+        deadline = time.monotonic() + DIALOG_WAIT_S
+        while True:
+            now = self.driver.look(look.pane)
+            if now.dead or now.command in SHELLS:
+                return "the agent in %s exited while it was prompted" % self.session
+            dialog = dialog_in(now, self.profile)
+            if not dialog:
+                return ""
+            if time.monotonic() > deadline:
+                return "a dialog (%s) came up in %s; answer it, then press Enter there" % (dialog["name"], self.session)
+            time.sleep(0.2)
+
+
+def open_session(registry: Optional[Registry], settings: Settings, session: str, agent: str = "") -> Session:
+    """A session by its name, `kind:name`, with what the inventory knows of it."""
+    row = registry.session(session) if registry else None
+    return Session(settings, session, row, agent)
+
+
+def inventory_of(registry: Registry) -> Registry:
+    """The registry that holds the inventory of sessions: of a runner's, the one of its workspace."""
+    above, name = os.path.split(registry.directory)
+    if name.startswith("runner-") and os.path.exists(os.path.join(above, "mam.db")):
+        return Registry(above)
+    return registry
+
+
+def job_in_session(registry: Registry, names: Sequence[str], but: str = "") -> Optional[str]:
+    """The open job that a session has, by whichever of its names; jobs of this workspace's runners count too."""
+    inventory = inventory_of(registry)
+    found = inventory.open_in_session(names, but)
+    folders = sorted(os.listdir(inventory.directory)) if not found else []
+    for folder in [os.path.join(inventory.directory, name) for name in folders if name.startswith("runner-")]:
+        if not found and os.path.exists(os.path.join(folder, "mam.db")):
+            with Registry(folder) as runner:
+                found = runner.open_in_session(names, but)
+    return found
+
+
+def existing_registry(settings: Settings) -> Optional[Registry]:
+    """The registry; None where there is none yet."""
+    try:
+        return Registry(settings.registry_dir)
+    except MamError as error:
+        if error.code == "no_registry":
+            return None
+        raise
+
+
+def check_pane(settings: Settings, session: str, agent: str = "") -> None:
+    """Refuse a session into which nothing could be typed, before anything is registered."""
+    try:
+        open_session(existing_registry(settings), settings, session, agent).check()
+    except SessionError as error:
+        raise error.as_mam_error() from None
+
+
+# -- starting an agent ---------------------------------------------------------------------------------
+
+SessionPlan = namedtuple("SessionPlan", "session agent workdir socket yolo extra")
+
+
+def new_conversation() -> str:
+    """A random UUID (RFC 9562, version 4), as agents want it for a preset session id."""
+    digits = random_hex(32)
+    return "%s-%s-4%s-%s%s-%s" % (digits[:8], digits[8:12], digits[13:16], "89ab"[int(digits[16], 16) % 4],
+                                  digits[17:20], digits[20:])
+
+
+def launch_words(profile: Profile, plan: SessionPlan, values: Dict[str, str], resumes: bool) -> List[str]:
+    """argv of an agent. values: id (of its conversation), transcript, prompt, publish; what has none is left out."""
+    def fill(words: Sequence[str]) -> List[str]:
+        filled = []
+        for word in words:
+            for name, value in values.items():
+                word = word.replace("{%s}" % name, value)
+            filled.append(word)
+        return filled
+    words = [*profile.command, *(plan.extra if not profile.command else [])]
+    words += fill(profile.allow) + (list(profile.yolo) if plan.yolo else [])
+    words += list(plan.extra) if profile.command else []
+    if resumes:
+        return words + fill(profile.resume_prompt if "prompt" in values else profile.resume)
+    words += fill(profile.preset) if values.get("id") else []
+    return words + (fill(profile.prompt) if "prompt" in values else [])
+
+
+def find_program(settings: Settings, word: str, workdir: str) -> str:
+    """The path of a program as the user's shell would find it; MamError if there is none."""
+    folders = [""] if "/" in word else settings.get("PATH", "/usr/local/bin:/usr/bin:/bin").split(":")
+    for folder in folders:
+        path = os.path.join(workdir, folder, word)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    raise MamError("no program %s" % word, code="no_program",
+                   hint="install it, or name it in .mam/agents.json: {\"AGENT\": {\"command\": [\"/path/to/it\"]}}")
+
+
+def write_launch_script(registry: Registry, settings: Settings, plan: SessionPlan, profile: Profile,
+                        words: Sequence[str]) -> str:
+    """The script that becomes the agent: in a file, for a command line of a multiplexer has its limits and is seen.
+
+    It takes away what an agent in a pane must not inherit from the multiplexer's server, which may have
+    been started from anywhere: variables of an outer agent, secrets.
+    """
+    hidden = [*AGENT_VARIABLES, *profile.clear, "MAM_DISPATCH_SECRET", "MAM_DISPATCH_SECRET_PREVIOUS",
+              "MAM_SESSION_KEY", "MAM_SESSION_KEY_PREVIOUS", "MAM_JOB_ID", "JOB_ID", "MAM_ATTEMPT_ID",
+              "MAM_DISPATCH_TOKEN", "MAM_JOB_BRIEF", "MAM_PUBLISH_CMD", "SHIV_ROOT", "SHIV_ENTRY_POINT",
+              "SHIV_INTERPRETER"]
+    if settings.get("MQTT_PASSWORD"):
+        hidden += ["MQTT_" + name for name in ("BROKER", "PORT", "TLS", "USERNAME", "PASSWORD", "CA_CERTS", "CERTFILE",
+                                               "KEYFILE", "CLIENT_ID_PREFIX", "KEEPALIVE")]
+    kind = profile.herdr_kind if plan.session.startswith("herdr:") else ""
+    values = {"PATH": settings.get("PATH"), "HOME": settings.home, "HERDR_AGENT": kind, **profile.env}
+    lines = ["#!/bin/sh", "# %s: started by mam" % plan.session, "unset %s" % " ".join(dict.fromkeys(hidden))]
+    lines += ["%s=%s; export %s" % (name, _quoted(value), name) for name, value in values.items() if value]
+    lines += ["cd %s || exit 127" % _quoted(plan.workdir), "exec " + " ".join(_quoted(word) for word in words)]
+    folder = os.path.join(registry.directory, "sessions")
+    _make_private_dir(folder)
+    path = os.path.join(folder, plan.session.replace(":", "-") + ".sh")
+    write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape"), 0o700)
+    _give_to_owner(path)
+    return path
+
+
+def session_lock(registry: Registry, session: str) -> FileLock:
+    """The lock under which one process at a time types into a session, starts or ends it."""
+    folder = os.path.join(registry.directory, "locks")
+    _make_private_dir(folder)
+    kind, _, name = session.partition(":")       # (no name has a `%` in it: a pane's lock is never a session's)
+    return FileLock(os.path.join(folder, "pane-%s-%s" % (kind, name.replace(":", "%"))))
+
+
+def check_plan(registry: Optional[Registry], settings: Settings, plan: SessionPlan) -> Profile:
+    """Refuse a session that could not be started: its agent, program, folder, name. The profile of the agent."""
+    profile = known_profile(settings, plan.agent)
+    kind, _, name = plan.session.partition(":")
+    if kind not in ("tmux", "herdr") or not is_name(name):
+        raise MamError("%s cannot be created: a session is tmux:NAME or herdr:NAME" % plan.session, exit=Exit.USAGE,
+                       code="usage")
+    if not os.path.isdir(plan.workdir):
+        raise MamError("--workdir %s: no such folder" % plan.workdir, code="bad_workdir")
+    if any("\0" in word or not is_encodable(word) for word in plan.extra):
+        raise MamError("the words for the agent must be UTF-8 text", exit=Exit.USAGE, code="usage")
+    if not profile.command and not plan.extra:
+        raise MamError("agent %s has no command of its own" % profile.name, exit=Exit.USAGE, code="no_command",
+                       hint="give it behind --, for example: mam session create x --agent generic -- my-agent --flag")
+    find_program(settings, (profile.command or plan.extra)[0], plan.workdir)
+    row = registry.session(plan.session) if registry else None
+    if row and row.status == "running":
+        try:
+            if not open_session(registry, settings, plan.session).look().dead:
+                raise MamError("%s runs already" % plan.session, exit=Exit.BUSY, code="session_runs",
+                               hint="choose another name, or end it: mam session stop %s" % plan.session)
+        except SessionError as error:
+            if error.code != "gone":
+                raise error.as_mam_error() from None
+    return profile
+
+
+def create_session(registry: Registry, settings: Settings, plan: SessionPlan, prompt: Optional[str] = None,
+                   before: Optional[SessionRow] = None) -> Session:
+    """Start an agent as the process of a pane of its own, and take it into the inventory.
+
+    `prompt` goes with the launch (the profile has a form for it); `before` is the row of the session that is
+    resumed. The row is written before the pane is made: a crash in between leaves one that reconcile() settles.
+    """
+    profile = check_plan(registry, settings, plan)
+    _clear_name(registry, settings, plan.session)
+    resumes = before is not None and has_transcript(settings, profile, before.conversation or "") is not False
+    conversation = before.conversation if before else new_conversation() if profile.preset else None
+    values = {"publish": launcher_path(registry, settings) + " publish"}
+    values.update({"id": conversation} if conversation else {}, **({} if prompt is None else {"prompt": prompt}))
+    for path in transcripts(settings, profile, conversation or ""):
+        values["transcript"] = path
+    words = launch_words(profile, plan, values, resumes)
+    words[0] = find_program(settings, words[0], plan.workdir)
+    script = write_launch_script(registry, settings, plan, profile, words)
+    kind, _, name = plan.session.partition(":")
+    driver = driver_of(settings, kind, plan.socket)
+    data = {"extra": list(plan.extra), "yolo": plan.yolo}
+    registry.save_session(plan.session, {
+        "kind": kind, "agent": profile.name, "status": "running", "pane": None, "socket": driver.socket,
+        "process": None, "workdir": plan.workdir, "conversation": conversation, "ended_at": None,
+        "job_id": None, "data": compact_json(data)}, anew=before is None)
+    try:
+        pane = driver.create(name, script, plan.workdir)
+        look = driver.look(pane)
+    except SessionError as error:
+        why = "the agent in %s exited at once (%s)" % (plan.session, error.why) if error.code == "gone" else error.why
+        end_session(registry, plan.session, "terminated", why)
+        raise SessionError(why, error.hint or "run it by hand once: %s" % script, error.busy, error.code) from None
+    process = identity_of(look.pid) if look.pid else None
+    registry.save_session(plan.session, {"pane": look.pane, "process": compact_json(process) if process else None,
+                                         "socket": look.socket or driver.socket})
+    return open_session(registry, settings, plan.session)
+
+
+def _clear_name(registry: Registry, settings: Settings, session: str) -> None:
+    """Take away the dead pane that an ended session of this name has left."""
+    row = registry.session(session)
+    if not row or not row.pane:
+        return
+    old = Session(settings, session, row._replace(status="running"))
+    try:
+        look = old.look()
+        if look.dead:
+            old.driver.kill(look.pane)
+    except SessionError:
+        pass      # it is gone already, or another's by now
+
+
+def wait_started(session: Session, wait_s: float, told: Callable[[], bool] = lambda: False) -> Tuple[str, str]:
+    """See an agent come up: (ready, dialog, dead or slow; what to say of it). `told`: its own words came already."""
+    began, before = time.monotonic(), None
+    while time.monotonic() < began + wait_s:
+        if told():
+            return "ready", ""
+        try:
+            look = session.look()
+        except SessionError as error:
+            if error.code == "gone":
+                return "dead", "the agent in %s has exited, and its pane is gone" % session.session
+            raise
+        if look.dead:
+            return "dead", "the agent in %s exited%s: %s" % (
+                session.session, " with status " + look.exit_status if look.exit_status else "", last_words(look))
+        dialog = dialog_in(look, session.profile)
+        if dialog and before is not None and before.rows == look.rows:
+            return "dialog", "%s waits in a dialog (%s): %s" % (
+                session.session, dialog["name"], dialog["do"].replace(" S ", " %s " % session.session))
+        still = before is not None and before.rows == look.rows and any(row.strip() for row in look.rows)
+        if look.command not in SHELLS and not dialog and (
+                composer_rows(look, session.profile) and (still or is_busy(look, session.profile)) or
+                still and not session.profile.composer and time.monotonic() > began + 1.0):
+            return "ready", ""
+        before = look
+        time.sleep(LOOK_AGAIN_S)
+    return "slow", "%s has not drawn its composer within %gs" % (session.session, wait_s)
+
+
+# -- the inventory ------------------------------------------------------------------------------------------
+
+
+def session_record(row: SessionRow, job_id: Optional[str]) -> Dict[str, Any]:
+    """A session as it is listed and archived; `job`: the open job it has now."""
+    import json
+    data = json.loads(row.data) if row.data else {}
+    record_ = {name: getattr(row, name) for name in (
+        "session", "kind", "agent", "status", "pane", "socket", "workdir", "conversation", "created_at", "updated_at",
+        "ended_at")}
+    return {**record_, "process": json.loads(row.process) if row.process else None, "job": job_id,
+            "last_job": row.job_id, "detail": data.get("detail"), "yolo": bool(data.get("yolo")),
+            "purged": bool(data.get("purged"))}
+
+
+def end_session(registry: Registry, session: str, status: str, detail: str,
+                more: Optional[Dict[str, Any]] = None) -> None:
+    """Note that a session has ended, and how; it goes into the archive file."""
+    import json
+    row = registry.session(session)
+    if row is None:
+        return
+    data = {**(json.loads(row.data) if row.data else {}), "detail": detail, **(more or {})}
+    registry.save_session(session, {"status": status, "ended_at": utc_now(), "data": compact_json(data)})
+    archive_session(registry, session)
+
+
+def archive_session(registry: Registry, session: str) -> None:
+    """Write an ended session into `agent-sessions.yaml` (JSON, which is YAML); what was there is kept as `.bak`.
+
+    A crash in between leaves the old file or the new one. What cannot be read is put aside, not repaired.
+    """
+    row = registry.session(session)
+    path = os.path.join(registry.directory, "agent-sessions.yaml")
+    _make_private_dir(os.path.join(registry.directory, "locks"))
+    with FileLock(os.path.join(registry.directory, "locks", "archive")) as lock:
+        lock.acquire(JOB_LOCK_WAIT_S)
+        old, rows = b"", []
+        try:
+            with open(path, "rb") as file:
+                old = file.read()
+            found = parse_json(old, 64 * 1024 * 1024)
+            rows = [one for one in found["sessions"] if isinstance(one, dict)]
+        except FileNotFoundError:
+            pass      # the first session that ends
+        except (BadJson, KeyError, TypeError):
+            log("agent-sessions.yaml cannot be read; it is kept as agent-sessions.yaml.bak")
+        if row:
+            rows = [one for one in rows if (one.get("session"), one.get("created_at")) != (row.session, row.created_at)]
+            rows.append(session_record(row, None))
+        if old:
+            write_atomic(path + ".bak", old)
+        write_atomic(path, (compact_json({"schema_version": SCHEMA_VERSION, "updated_at": utc_now(),
+                                          "sessions": rows}) + "\n").encode("utf-8"))
+        _give_to_owner(path)
+
+
+def reconcile(registry: Registry, settings: Settings) -> List[SessionRow]:
+    """All sessions, after those whose pane or agent is gone were noted as terminated.
+
+    What cannot be asked (no multiplexer, no answer) stays as it is.
+    """
+    for row in registry.sessions():
+        if row.status == "running":
+            try:
+                _reconcile_one(registry, settings, row)
+            except (SessionError, OSError) as error:
+                log("%s cannot be looked at: %s" % (row.session, error))
+    return registry.sessions()
+
+
+def _reconcile_one(registry: Registry, settings: Settings, row: SessionRow) -> None:
+    with session_lock(registry, row.session) as lock:
+        if not lock.acquire(0):
+            return                  # it is being started, prompted or ended
+        now = registry.session(row.session)
+        if now is None or now.status != "running":
+            return
+        session = Session(settings, row.session, now)
+        try:
+            look = session.look()
+        except SessionError as error:
+            if error.code != "gone":
+                raise
+            end_session(registry, row.session, "terminated", "its pane is gone")
+            return
+        if look.dead:
+            conversation = find_conversation(settings, now, session.profile, look)
+            registry.save_session(row.session, {"conversation": conversation})
+            end_session(registry, row.session, "terminated", "the agent exited%s: %s" % (
+                " with status " + look.exit_status if look.exit_status else "", last_words(look)))
+        elif not now.pane:          # whoever started it died before it could write that down
+            registry.save_session(row.session, {"pane": look.pane, "socket": look.socket or now.socket,
+                                                "process": compact_json(identity_of(look.pid))})
+
+
+# -- conversations --------------------------------------------------------------------------------------------
+
+
+def transcripts(settings: Settings, profile: Profile, conversation: str) -> List[str]:
+    """The files that hold a conversation, as far as its agent's profile knows where they are."""
+    import glob
+    found = []
+    for pattern in profile.transcript if conversation else ():
+        path = pattern.replace("{id}", glob.escape(conversation) if conversation != "*" else "*")
+        found += glob.glob(settings.home + path[1:] if path.startswith("~/") else path)
+    return sorted(found)
+
+
+def has_transcript(settings: Settings, profile: Profile, conversation: str) -> Optional[bool]:
+    """Whether anything of a conversation was kept. None: the profile does not know where. An agent to which
+    nothing was ever said keeps nothing, and cannot resume it."""
+    return bool(transcripts(settings, profile, conversation)) if profile.transcript and profile.preset else None
+
+
+def find_conversation(settings: Settings, row: SessionRow, profile: Profile, look: Optional[Look]) -> Optional[str]:
+    """The conversation of a session: preset, told by herdr, by the agent when it left, or by the newest transcript
+    of its folder."""
+    import re
+    if row.conversation:
+        return row.conversation
+    told = look.agent.get("agent_session") if look else None
+    if isinstance(told, dict) and is_name(str(told.get("value"))):
+        return str(told["value"])
+    found = re.findall(profile.goodbye, "\n".join(look.rows)) if profile.goodbye and look else []
+    if found:
+        return str(found[-1])
+    newest: List[Tuple[float, str]] = []
+    for path in transcripts(settings, profile, "*"):
+        try:
+            if os.stat(path).st_mtime >= parse_utc(row.created_at):
+                with open(path, "rb") as file:
+                    if row.workdir and os.fsencode(row.workdir) in file.read(65536):
+                        newest.append((os.stat(path).st_mtime, path))
+        except OSError:
+            continue      # deleted meanwhile
+    return _conversation_in(os.path.basename(max(newest)[1]), profile) if newest else None
+
+
+def _conversation_in(name: str, profile: Profile) -> Optional[str]:
+    """The conversation that a transcript's file name holds: a UUID, else what stands where the profile has {id}."""
+    import re
+    found = re.findall(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", name)
+    for pattern in profile.transcript if not found else ():
+        form = re.escape(os.path.basename(pattern)).replace(r"\{id\}", "([0-9A-Za-z_-]+)").replace(r"\*", ".*")
+        found += re.findall("^%s$" % form, name)
+    return str(found[-1]) if found else None
+
+
+def conversation_in_use(settings: Settings, profile: Profile, conversation: str, but: Iterable[int] = ()) -> str:
+    """Who is in a conversation: this command, another process that names it or has its transcript open. "" if none.
+
+    `but`: processes that are not meant. This process and those above it name it only as they run this command,
+    except an agent among them: that one is in it.
+    """
+    variables = {*_SESSION_VARIABLES, *(one.variable for one in agent_profiles(settings).values())}
+    mine = sorted(name for name in variables if name and settings.get(name) == conversation)
+    if mine:
+        return "this command runs in it (%s)" % mine[0]
+    above = ancestors()
+    agent = agent_ancestor()
+    chain = {os.getpid(), *(pid for pid in above if pid != agent)}
+    holders = set(processes_naming(conversation)) | set(processes_holding(transcripts(settings, profile, conversation)))
+    holders -= chain | set(but)
+    return "process %d is in it" % min(holders) if holders else ""
+
+
+# -- stopping, resuming -----------------------------------------------------------------------------------------
+
+
+def stop_session(registry: Registry, settings: Settings, session_name: str, purge: bool, grace_s: float) -> str:
+    """End a session's agent: asked as its profile says, then firmly. With `purge` its conversation is deleted.
+
+    A purge is refused (SessionError, the registration kept) while anyone else is in the conversation. What
+    was done, in words.
+    """
+    row = registry.session(session_name)
+    if row is None:
+        raise MamError("%s is not in the inventory" % session_name, code="unknown_session",
+                       hint="`mam session list` shows those that mam has started; end others by their own means")
+    session = Session(settings, session_name, row)
+    profile = profile_of(settings, row.agent or "")
+    look: Optional[Look] = None
+    if row.status == "running":
+        try:
+            look = session.look()
+        except SessionError as error:
+            if error.code != "gone":
+                raise
+    if look and (session.driver.is_own(look) or look.pid and look.pid in ancestors()):
+        raise SessionError("%s is the session in which this command runs" % session_name, code="own",
+                           hint="stop it from elsewhere")
+    conversation = find_conversation(settings, row, profile, look) or ""
+    if purge:
+        _refuse_purge(settings, profile, conversation, look, session_name)
+    if look:
+        look = _end_agent(session, look, grace_s)
+        conversation = find_conversation(settings, row._replace(conversation=conversation or None), profile, look) or ""
+        registry.save_session(session_name, {"conversation": conversation or None})
+        try:
+            session.driver.kill(look.pane)
+        except SessionError as error:
+            if error.code != "gone":
+                raise
+    words = "%s is stopped" % session_name if row.status == "running" else "%s had ended already" % session_name
+    if row.status == "running":
+        end_session(registry, session_name, "stopped", "stopped" if look else "its pane was gone")
+    if purge:
+        _refuse_purge(settings, profile, conversation, None, session_name)
+        for path in transcripts(settings, profile, conversation):
+            os.unlink(path)
+        end_session(registry, session_name, "terminated", "conversation purged", {"purged": True})
+        words += ", its conversation %s deleted" % conversation
+    return words
+
+
+def _refuse_purge(settings: Settings, profile: Profile, conversation: str, look: Optional[Look], name: str) -> None:
+    if not conversation:
+        raise SessionError("no conversation of %s is known" % name, "stop it without --purge-conversation", False)
+    if not profile.transcript:
+        raise SessionError("where %s keeps its conversations is not known" % profile.name,
+                           "delete it by the agent's own means, or name `transcript` in .mam/agents.json", False)
+    used = conversation_in_use(settings, profile, conversation, family_of(look.pid) if look and look.pid else ())
+    if used:
+        raise SessionError("the conversation %s is not deleted: %s" % (conversation, used), code="purge_refused",
+                           hint="end it first; the registration is kept")
+
+
+def _end_agent(session: Session, look: Look, grace_s: float) -> Look:
+    """Ask an agent to leave, wait, then end its process group. The last look at its pane."""
+    began = time.monotonic()
+    family = [identity_of(pid) for pid in family_of(look.pid)] if look.pid else []
+    ask_at = began
+    try:
+        while not look.dead and time.monotonic() < began + grace_s:
+            if look.in_mode:
+                session.driver.leave_mode(look.pane)
+            if time.monotonic() >= ask_at:
+                ask_at += 2.0
+                for key in session.profile.exit:
+                    session.driver.press(look.pane, [key])
+                    time.sleep(0.15)                    # two in one read are one to some
+            time.sleep(0.1)
+            look = session.driver.look(look.pane)
+    except SessionError as error:
+        if error.code != "gone":
+            raise
+    if look.pid and identity_of(look.pid):
+        end_group(look.pid, 2.0)
+    for identity in family:                        # what an agent has started lives in groups of its own
+        if identity and is_alive(identity):
+            end_group(group_of(identity["pid"]), 1.0)
+    return look
+
+
+def plan_of(row: SessionRow, extra: Sequence[str], yolo: bool) -> SessionPlan:
+    """How a session was started, to be started again; words for its agent, if any are given, replace the old ones."""
+    import json
+    data = json.loads(row.data) if row.data else {}
+    return SessionPlan(row.session, row.agent or "generic", row.workdir or "/", row.socket or "",
+                       bool(data.get("yolo")) or yolo, list(extra or data.get("extra") or ()))
+
+
+def resume_session(registry: Registry, settings: Settings, session_name: str, extra: Sequence[str],
+                   yolo: bool) -> Session:
+    """Start an ended session's agent again, in its conversation; never a second process in one.
+
+    If herdr has brought it back by itself, that pane is taken into the inventory.
+    """
+    import json
+    row = registry.session(session_name)
+    if row is None:
+        raise MamError("%s is not in the inventory" % session_name, code="unknown_session",
+                       hint="`mam session list --all` shows those that have ended; `mam session create` starts one")
+    if row.status == "running":
+        raise MamError("%s runs" % session_name, exit=Exit.BUSY, code="session_runs", hint="there is nothing to resume")
+    if json.loads(row.data or "{}").get("purged"):
+        raise MamError("the conversation of %s was purged" % session_name, code="purged",
+                       hint="start it anew: mam session create %s" % session_name)
+    profile = profile_of(settings, row.agent or "")
+    if not row.conversation or not profile.resume:
+        why = "its conversation is not known" if profile.resume else "it is not known how %s resumes one" % profile.name
+        raise MamError("%s cannot be resumed: %s" % (session_name, why), code="no_conversation",
+                       hint="start it anew: mam session create %s" % session_name)
+    adopted = _brought_back(registry, settings, row)
+    if adopted:
+        return adopted
+    used = conversation_in_use(settings, profile, row.conversation)
+    if used:
+        raise SessionError("%s is not resumed: %s" % (session_name, used), code="in_use",
+                           hint="two processes in one conversation spoil it; end the other first")
+    return create_session(registry, settings, plan_of(row, extra, yolo), before=row)
+
+
+def _brought_back(registry: Registry, settings: Settings, row: SessionRow) -> Optional[Session]:
+    """The session in a pane where herdr itself has resumed its conversation, as it does when its server restarts."""
+    if row.kind != "herdr":
+        return None
+    driver = HerdrDriver(settings, row.socket or "")
+    try:
+        agents = driver._ask("agent", "list").get("agents") or []
+        for agent in agents:
+            if (agent.get("agent_session") or {}).get("value") == row.conversation:
+                look = driver.look(str(agent["pane_id"]))
+                registry.save_session(row.session, {
+                    "status": "running", "pane": look.pane, "ended_at": None,
+                    "process": compact_json(identity_of(look.pid)) if look.pid else None})
+                return open_session(registry, settings, row.session)
+    except SessionError as error:
+        if error.code not in ("gone", "no_server"):
+            raise
+    return None
+
+
+# -- prompts --------------------------------------------------------------------------------------------------
 
 
 def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> str:
@@ -6128,6 +7481,129 @@ def injection(registry: Registry, settings: Settings, job: Job, brief: str) -> s
         "at the end, if it failed:   %s --event error --detail 'why'" % publish,
         "Exit status 2 means recorded, go on. Exit status 75: run the same command again. Exit status 4: this "
         "attempt is over, stop, and leave your work in place."))
+
+
+def pointer(registry: Registry, job: Job, text: str) -> str:
+    """One line that points to the instructions in a file, where no text of several lines can be put in whole."""
+    path = os.path.join(registry.directory, "briefs", "%s.a%d.how.md" % (job.job_id, job.attempt_id))
+    write_atomic(path, text.encode("utf-8", "surrogatepass"))
+    _give_to_owner(path)
+    return "Job %s, attempt %d, from mam. Read the file %s now and do exactly what it says." % (
+        job.job_id, job.attempt_id, clean_text(path))
+
+
+def hand_to_session(registry: Registry, settings: Settings, job: Job, plan: Optional[SessionPlan] = None) -> str:
+    """Bring a job to its session, once: by its launch if there is a `plan` for one, else by typing. What is in doubt.
+
+    SessionError if the session cannot take it: nothing was typed then. Whoever finds the job delivered, or
+    over, does nothing.
+    """
+    inventory = inventory_of(registry)
+    with session_lock(inventory, job.agent_session) as lock:
+        if not lock.acquire(30.0):
+            raise SessionError("another delivery to %s is going on" % job.agent_session)
+        now = registry.job(job.job_id)
+        if (now.attempt_id, now.delivery) != (job.attempt_id, "none") or now.status not in OPEN_STATUSES:
+            return ""
+        text = injection(registry, settings, job, brief_path(registry, job))
+        if plan:
+            return _launch_with(registry, settings, job, plan, text)
+        session = open_session(inventory, settings, job.agent_session, job.agent)
+        look = session.check()
+        pane = "%s:%s" % (session.driver.kind, look.pane)
+        with session_lock(inventory, pane) as pane_lock:       # whatever name it is called by
+            if pane != job.agent_session and not pane_lock.acquire(30.0):
+                raise SessionError("another delivery to %s is going on" % look.pane)
+            names = sorted({job.agent_session, *look.names, *inventory.sessions_of_pane(look.pane, look.socket)})
+            _refuse_second(registry, job, names)
+            look = session.ready(settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S))
+            if not _claim(registry, job, names):
+                return ""
+            known_to_herdr = bool(look.agent.get("agent"))
+            doubt = session.type_in(look, pointer(registry, job, text) if session.driver.one_line and not known_to_herdr
+                                    else text)
+        registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
+        return doubt
+
+
+def _refuse_second(registry: Registry, job: Job, names: Sequence[str]) -> None:
+    other = job_in_session(registry, names, job.job_id)
+    if other:
+        raise SessionError("%s is at work on job %s" % (job.agent_session, other),
+                           hint="wait for it (mam wait %s), or cancel it" % other)
+
+
+def _claim(registry: Registry, job: Job, names: Sequence[str]) -> bool:
+    """Become the one who delivers. False: somebody delivers it already, or it is over."""
+    ours, other = registry.claim_session(job, names)
+    if other:
+        _refuse_second(registry, job, names)
+    return ours
+
+
+def _launch_with(registry: Registry, settings: Settings, job: Job, plan: SessionPlan, text: str) -> str:
+    """Start a session for a job, the prompt in its launch where the agent takes one there, else typed in."""
+    try:
+        profile = check_plan(registry, settings, plan)
+        if not _claim(registry, job, [job.agent_session]):
+            return ""
+        session = create_session(registry, settings, plan, text if profile.prompt else None)
+    except MamError as error:
+        raise SessionError(error.message, error.hint, error.exit == Exit.BUSY, error.code) from None
+    registry.save_session(job.agent_session, {"job_id": job.job_id})
+    doubt = ""
+    if profile.prompt:
+        state, doubt = wait_started(session, START_WAIT_S, lambda: bool(registry.job(job.job_id).last_event))
+        if state == "dead" and not registry.job(job.job_id).last_event:
+            raise SessionError(doubt, busy=False, code="dead")
+    else:
+        look = session.ready(START_WAIT_S, True)
+        with_lines = not session.driver.one_line or bool(look.agent.get("agent"))
+        doubt = session.type_in(look, text if with_lines else pointer(registry, job, text))
+    registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
+    return doubt
+
+
+def deliver_to_session(registry: Registry, settings: Settings, job: Job, plan: Optional[SessionPlan] = None) -> None:
+    """Bring a job to its session, or close it and say why (MamError: exit 5, or 1 where waiting is of no use)."""
+    try:
+        doubt = hand_to_session(registry, settings, job, plan)
+    except SessionError as error:
+        request = "session_busy" if error.busy and registry.job(job.job_id).status == "pending" else "spawn_failed"
+        record(registry, settings, job.job_id, request, source="delegate_wrapper", detail=error.why,
+               attempt=job.attempt_id)
+        deliver_event(registry, settings, job, 0, attempts=1)
+        raise MamError("%s (job %s is closed)" % (error.why, job.job_id), hint=error.hint,
+                       exit=Exit.BUSY if error.busy else Exit.FAILED, code=request) from None
+    if doubt:
+        note_doubt(registry, settings, job, doubt)
+
+
+def note_doubt(registry: Registry, settings: Settings, job: Job, doubt: str) -> None:
+    """Say what may keep a prompt from arriving. It decides nothing: the agent's `started` or its absence does."""
+    registry.note(job.job_id, "delivery", "delegate_wrapper", settings.generalise(doubt))
+    sys.stderr.write("mam: job %s: %s\n" % (job.job_id, doubt))
+
+
+def answer_job(registry: Registry, settings: Settings, job: Job, text: str) -> str:
+    """Type a human's answer into the session of a job that asks for it. What is in doubt; SessionError if it cannot."""
+    header = "Answer to job %s, from mam: " % job.job_id
+    inventory = inventory_of(registry)
+    with session_lock(inventory, job.agent_session) as lock:
+        if not lock.acquire(30.0):
+            raise SessionError("a delivery to %s is going on" % job.agent_session)
+        session = open_session(inventory, settings, job.agent_session, job.agent)
+        doubt = type_message(session, header + text, settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S))
+    registry.note(job.job_id, "answer", "operator", settings.generalise(cut_utf8(text, MAX_DETAIL_BYTES)))
+    return doubt
+
+
+def type_message(session: Session, text: str, wait_s: float) -> str:
+    """Type a human's words into a session at rest; control characters are left out. What is in doubt."""
+    lines = [clean_text(line) for line in text.splitlines()]
+    look = session.ready(wait_s)
+    one_line = session.driver.one_line and not look.agent.get("agent")
+    return session.type_in(look, (" " if one_line else "\n").join(lines))
 
 
 # ==============================================================================
@@ -6305,7 +7781,8 @@ def caretaker_of(registry: Registry, settings: Settings) -> Optional[Guest]:
         return None
 
 
-RunnerOptions = namedtuple("RunnerOptions", "session command feed_stdin workdir slots pool once drain")
+RunnerOptions = namedtuple("RunnerOptions", "session command feed_stdin workdir slots pool once drain deliver",
+                           defaults=(None,))
 
 
 class Runner(Guest):
@@ -6342,6 +7819,7 @@ class Runner(Guest):
         self._version = -1
         self._open: List[Job] = []                   # adopted and not ended
         self._at_work = 0                            # commands of ended attempts that are not gone yet
+        self._typing: Dict[str, Any] = {}            # --deliver: the `_deliver` of each job, by its id
         self.id = own_runner_id(registry)
         if stays:
             registry.set_meta("runner_session", options.session)
@@ -6573,7 +8051,8 @@ class Runner(Guest):
         return {
             "job_id": payload["job_id"], "title": title_of(prompt), "prompt": prompt, "job_type": "direct",
             "agent": clean_text(term("agent", DEFAULT_AGENT)), "role": clean_text(term("role", "")),
-            "agent_session": "exec:" + options.session, "topic_prefix": "%s/%s" % (self._root, payload["job_id"]),
+            "agent_session": options.deliver or "exec:" + options.session,
+            "topic_prefix": "%s/%s" % (self._root, payload["job_id"]),
             "timeout_sec": term("timeout_sec", DEFAULT_TIMEOUT_S), "idle_timeout_sec": term("idle_timeout_sec", 120),
             "heartbeat_sec": term("heartbeat_sec", DEFAULT_HEARTBEAT_S),
             "heartbeat_misses": term("heartbeat_misses", DEFAULT_HEARTBEAT_MISSES),
@@ -6664,7 +8143,7 @@ class Runner(Guest):
                 committed = True
             elif self.stays and free > 0 and job.delivery == "none" and job.outcome is None \
                     and job.job_id not in leaving:
-                free -= 1
+                free -= 1                    # (the oldest first: of those that wait for a pane, one is typed in)
                 committed |= self._spawn(job)
         return committed
 
@@ -6675,6 +8154,12 @@ class Runner(Guest):
             log("the brief of job %s cannot be written now: %s" % (job.job_id, error))
             return False
         try:
+            if self._options.deliver:       # typing takes its time, which a process of its own has
+                if job.job_id not in self._typing or self._typing[job.job_id].poll() is not None:
+                    self._typing[job.job_id] = spawn_self(
+                        ["_deliver", "--attempt-id", str(job.attempt_id), "--", job.job_id],
+                        own_environment(self._settings), supervisor_log(self._registry))
+                return False
             return start_run(self._registry, self._settings, job)
         except OSError as error:      # no more processes: nothing runs, and the attempt is used up
             record(self._registry, self._settings, job.job_id, "spawn_failed", source="runner", attempt=job.attempt_id,
@@ -6707,6 +8192,39 @@ class Runner(Guest):
             log("leaving: %s" % error)
 
 
+def deliver_adopted(registry: Registry, settings: Settings, job: Job) -> None:
+    """Bring a runner's job to the pane of its host; a busy one is waited for, as long as an agent may take to answer.
+
+    Then `spawned`: the wall clock of both sides begins, and the runner's sign of life ends. From here on the
+    agent's own words count, and its silence.
+    """
+    deadline = time.monotonic() + job.ack_timeout_sec
+    while True:
+        try:
+            doubt = hand_to_session(registry, settings, job)
+            break
+        except SessionError as error:
+            now = registry.job(job.job_id)
+            if now.outcome is not None or now.attempt_id != job.attempt_id:
+                return
+            if not error.busy or time.monotonic() > deadline:
+                record(registry, settings, job.job_id, "spawn_failed", source="runner", detail=error.why,
+                       attempt=job.attempt_id)
+                deliver_event(registry, settings, job, 0, attempts=1)
+                return
+        time.sleep(1.0)
+    now = registry.job(job.job_id)
+    if now.delivery != "sent" or now.attempt_id != job.attempt_id:
+        return
+    beat = registry.beat(job.job_id)
+    if beat and beat.watch and registry.count_words(job.job_id, job.attempt_id) <= 1:     # else the agent's own
+        registry.drop_beat(beat, "runner", "the agent's own signs of life count from here on")
+    record(registry, settings, job.job_id, "progress", source="runner", attempt=job.attempt_id,
+           detail="the prompt is in %s" % job.agent_session, data={"spawned": True})
+    if doubt:
+        note_doubt(registry, settings, job, doubt)
+
+
 # ==============================================================================
 # 16. Delegation
 #
@@ -6716,23 +8234,25 @@ class Runner(Guest):
 # ==============================================================================
 
 
-def hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
+def hand_over(registry: Registry, settings: Settings, job: Job, plan: Optional[SessionPlan] = None) -> Job:
     """Bring a job to its session, once. Whoever finds it on its way already does nothing.
 
-    MamError (exit 5 or 1) when the session cannot take it; the job is closed then.
+    `plan`: the session is started for it. MamError (exit 5 or 1) when the session cannot take it; the job
+    is closed then.
     """
-    kind, _, name = job.agent_session.partition(":")
+    kind = job.agent_session.partition(":")[0]
     write_brief(registry, job)
     if kind == "exec":
         start_run(registry, settings, job)
     elif kind == "remote":      # the daemon finds a runner, and tells it
         registry.move_delivery(job.job_id, job.attempt_id, "none", "sending")
         wake_daemon(registry)
-    elif kind == "tmux":
-        _hand_to_pane(registry, settings, job, TmuxSession(settings, name))
+    elif kind in ("tmux", "herdr"):
+        deliver_to_session(registry, settings, job, plan)
     return registry.job(job.job_id)
 
 
+<<<<<<< HEAD
 def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: TmuxSession) -> None:
     _make_private_dir(os.path.join(registry.directory, "locks"))
     pane = job.agent_session.replace(":", "-").replace("%", "p")
@@ -6760,21 +8280,22 @@ def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: Tmu
 
 
 def preflight_remote(settings: Settings, job: Dict[str, Any], broker: Optional[Broker], insecure: bool) -> None:
+=======
+def preflight_remote(settings: Settings, job: Dict[str, Any], block: Optional[Dict[str, Any]], insecure: bool) -> None:
+>>>>>>> w5
     """Refuse a remote job that could not be dispatched: no secret, no or an open broker, too long a prompt."""
     dispatch_secret(settings)
     check_private_broker(settings, broker, insecure)
     check_dispatch_size(settings, job["prompt"], job["expected_artifacts"])
 
 
-def preflight(settings: Settings, session: str, command: Optional[str], workdir: str) -> None:
+def preflight(settings: Settings, session: str, command: Optional[str], workdir: str, agent: str = "",
+              plan: Optional[SessionPlan] = None) -> None:
     """Refuse what cannot work before anything is registered."""
-    kind, _, name = session.partition(":")
-    for variable in ("MAM_TERM_GRACE_S", "MAM_LINGER_S"):
+    kind = session.partition(":")[0]
+    for variable in ("MAM_TERM_GRACE_S", "MAM_LINGER_S", "MAM_SESSION_WAIT_S"):
         if settings.get(variable) != "0":
             settings.seconds(variable, 1.0)
-    if kind == "herdr":
-        raise MamError("herdr: sessions are not supported by this version", code="unsupported",
-                       hint="use exec:NAME, tmux:NAME, remote:NAME or queue:NAME")
     if kind == "exec" and not (command or "").strip():
         raise MamError("an exec: session needs a command", exit=Exit.USAGE, code="no_command",
                        hint="for example: --exec 'claude -p --permission-mode acceptEdits' --stdin")
@@ -6782,12 +8303,10 @@ def preflight(settings: Settings, session: str, command: Optional[str], workdir:
         raise MamError("--exec goes with an exec: session, not with %s" % session, exit=Exit.USAGE)
     if not os.path.isdir(workdir):
         raise MamError("--workdir %s: no such folder" % workdir, code="bad_workdir")
-    if kind == "tmux":
-        try:
-            TmuxSession(settings, name).check()
-        except SessionError as error:
-            raise MamError(error.why, hint=error.hint, exit=Exit.BUSY if error.busy else Exit.FAILED,
-                           code="session_busy" if error.busy else "no_session") from None
+    if plan:
+        check_plan(existing_registry(settings), settings, plan)
+    elif kind in ("tmux", "herdr"):
+        check_pane(settings, session, agent)
 
 
 def end_run_of(registry: Registry, settings: Settings, job_id: str) -> None:
@@ -7036,6 +8555,7 @@ def job_record(job: Job, prompt: str, beat: Optional[Beat], show_secrets: bool =
         record_[name] = getattr(job, name)
     # The last progress is last_event_at; a sign of life may be later.
     record_["alive_at"] = max([at for at in (job.last_event_at, beat and beat.touched_at) if at], default=None)
+    record_["asks"] = (job.detail or "") if asks_permission(job) else None
     return record_
 
 
@@ -7054,6 +8574,10 @@ def job_line(job: Job, beat: Optional[Beat]) -> str:
     is_open = job.status in OPEN_STATUSES
     ages = [_ago(age).replace(" ago", "") for age in (last_life_s(job, beat), silence_s(job))]
     signs = "alive %s, progress %s" % tuple(ages) if is_open else ""
+    if asks_permission(job):
+        return "%s  %-10s  %-16s  %-7s  %-24s  %s" % (
+            job.job_id, job.status, job.agent_session, format_duration(elapsed_s(None, job.created_at) or 0),
+            "PERMISSION required", (job.detail or "")[:60])
     return "%s  %-10s  %-16s  %-7s  %-24s  %s" % (
         job.job_id, job.phase or job.status, job.agent_session, format_duration(
             elapsed_s(None, job.created_at) or 0), signs, job.title[:44])
@@ -7070,8 +8594,7 @@ def table(heading: Sequence[str], body: Sequence[Sequence[str]], colour: bool) -
 
 
 def open_row(job: Job, beat: Optional[Beat]) -> Tuple[str, ...]:
-    asks = job.last_event == "permission_required"
-    status = "PERMISSION" if asks else job.phase or job.status
+    status = "PERMISSION" if asks_permission(job) else job.phase or job.status
     return (job.job_id, status, format_duration(elapsed_s(None, job.created_at) or 0),
             _ago(last_life_s(job, beat)), _ago(silence_s(job)), job.agent_session,
             (job.detail or "(prompt) " + job.title)[:60])
@@ -7093,8 +8616,12 @@ def overview(directory: str, broker: str, counts: Dict[str, int], open_jobs: Seq
     known = ", ".join("%d %s" % (counts[status], status) for status in STATUSES if counts.get(status))
     lines = ["mam %s  %s  %s" % (__version__, directory, broker), known or "no jobs yet", ""]
     if open_jobs:
-        lines += table(("OPEN", "STATUS", "AGE", "ALIVE", "PROGRESS", "SESSION", "LAST WORD"),
-                       [open_row(job, beats.get(job.job_id)) for job in open_jobs], colour) + [""]
+        rows = table(("OPEN", "STATUS", "AGE", "ALIVE", "PROGRESS", "SESSION", "LAST WORD"),
+                     [open_row(job, beats.get(job.job_id)) for job in open_jobs], colour)
+        asking = [job for job in open_jobs if asks_permission(job)]
+        for n, job in enumerate(open_jobs, 1) if colour else ():
+            rows[n] = "\x1b[1;33m%s\x1b[0m" % rows[n] if asks_permission(job) else rows[n]
+        lines += rows + ["  -> mam answer %s 'your answer'" % job.job_id for job in asking] + [""]
     if ends:
         lines += table(("ENDED", "HOW", "WHEN", "TOOK", "SESSION", "RESULT"), [ended_row(job) for job in ends],
                        colour) + [""]
@@ -7109,7 +8636,7 @@ def overview_json(job: Job, beat: Optional[Beat]) -> Dict[str, Any]:
             "agent_session": job.agent_session, "title": job.title, "attempt_id": job.attempt_id,
             "created_at": job.created_at, "finished_at": job.finished_at, "last_event": job.last_event,
             "last_event_at": job.last_event_at, "detail": job.detail,
-            **signs_of_life(job, beat)}
+            "asks": (job.detail or "") if asks_permission(job) else None, **signs_of_life(job, beat)}
 
 
 def daemon_word(info: DaemonInfo) -> str:
@@ -7157,6 +8684,24 @@ def runner_table(runners: Sequence[Tuple[Presence, bool]], colour: bool) -> List
         rows.append((presence.session, presence.runner, runner_record(presence, lives)["state"], slots, presence.host,
                      presence.version, _ago(elapsed_s(None, presence.timestamp))))
     return table(("SESSION", "RUNNER", "STATE", "BUSY", "HOST", "MAM", "LAST SEEN"), rows, colour)
+
+
+def session_table(records: Sequence[Dict[str, Any]], colour: bool) -> List[str]:
+    """`mam session list`, of session_record()s."""
+    if not records:
+        return ["no sessions; start one: mam session create alice --agent claude-code"]
+    rows = []
+    for one in records:
+        since = one["created_at"] if one["status"] == "running" else one["ended_at"] or one["updated_at"]
+        detail = "" if one["status"] == "running" else one["detail"] or ""
+        rows.append((one["session"], one["status"], one["agent"] or "-", one["job"] or "-",
+                     _ago(elapsed_s(None, since)), one["conversation"] or "-", one["workdir"] or "-", detail[:60]))
+    return table(("SESSION", "STATUS", "AGENT", "JOB", "SINCE", "CONVERSATION", "WORKDIR", ""), rows, colour)
+
+
+def permission_line(job_id: str, detail: str) -> str:
+    """What stands out in a follower's stderr when a job needs a human."""
+    return "PERMISSION required by job %s: %s   -> mam answer %s 'your answer'" % (job_id, detail, job_id)
 
 
 def result_line(job: Job) -> str:
@@ -7373,7 +8918,7 @@ def cmd_register(args: Any) -> int:
 def add_delegate(parser: Any) -> None:
     _add_prompt(parser, True)
     parser.add_argument("--agent-session", required=True, metavar="KIND:NAME",
-                        help="exec:NAME (with --exec), tmux:NAME, remote:NAME or queue:NAME")
+                        help="exec:NAME (with --exec), tmux:NAME, herdr:NAME, remote:NAME or queue:NAME")
     parser.add_argument("--exec", dest="command", metavar="CMD", help="the command that does the work, for exec:")
     parser.add_argument("--stdin", action="store_true", help="feed the prompt to the command's stdin")
     parser.add_argument("--workdir", metavar="DIR", help="where the work is done (default: here)")
@@ -7382,12 +8927,15 @@ def add_delegate(parser: Any) -> None:
     parser.add_argument("--wait-for-runner", type=_positive, metavar="S",
                         help="remote: wait up to S seconds for a runner that serves the session (default: not at all)")
     _add_insecure(parser)
+    parser.add_argument("--create", action="store_true", help="tmux, herdr: start the session, of --agent in --workdir")
+    _add_launch(parser)
     parser.add_argument("--detach", action="store_true", help="print the job id and do not follow")
     parser.add_argument("--cancel-on-exit", action="store_true", help="cancel the job when this command is ended")
     _add_json(parser)
     _examples(parser, "mam delegate --agent-session exec:demo --exec 'claude -p' --stdin --prompt-file brief.md",
               "mam delegate --agent-session tmux:alice --prompt 'fix the failing test' --artifact report.md",
               "mam delegate --agent-session exec:x --exec 'make all' --prompt build --validate 'make check'",
+              "mam delegate --create --agent codex --agent-session tmux:bob --workdir src --prompt-file brief.md",
               "mam delegate --agent-session remote:gpu1 --prompt-file brief.md --wait-for-runner 60",
               "mam delegate --agent-session exec:x --exec ./work.sh --prompt go --detach; mam watch JOB")
 
@@ -7404,7 +8952,8 @@ def cmd_delegate(args: Any) -> int:
     for name, text in (("--exec", args.command), ("--validate", args.validate)):
         if text is not None and ("\0" in text or not is_encodable(text)):
             raise MamError("%s must be UTF-8 text" % name, exit=Exit.USAGE, code="usage")
-    preflight(settings, args.agent_session, args.command, workdir)
+    plan = _plan_of_delegation(args, workdir)
+    preflight(settings, args.agent_session, args.command, workdir, args.agent, plan)
     block = None if args.broker is None else parse_broker_flag(args.broker)
     keys = None
     if record_["transport"] == "remote":
@@ -7418,7 +8967,7 @@ def cmd_delegate(args: Any) -> int:
         job = registry.register(record_, keys=keys)
         try:
             ensure_daemon(registry, settings)     # before delivery: from then on its clocks run
-            job = _hand_over(registry, settings, job)
+            job = _hand_over(registry, settings, job, plan)
             if args.detach:
                 _out(compact_json({"job_id": job.job_id}) if args.json else job.job_id)
                 return Exit.OK
@@ -7435,10 +8984,30 @@ def _add_insecure(parser: Any) -> None:
                         help="remote: allow a broker without TLS or password (also MAM_INSECURE_BROKER=1)")
 
 
-def _hand_over(registry: Registry, settings: Settings, job: Job) -> Job:
+def _add_launch(parser: Any) -> None:
+    parser.add_argument("--yolo", action="store_true",
+                        help="start the agent so that it asks no permissions (never a default)")
+    parser.add_argument("--mux-socket", metavar="S",
+                        help="socket of the multiplexer: tmux: name or path (default: MAM_TMUX_SOCKET, else the "
+                             "user's); herdr: session or path")
+
+
+def _plan_of_delegation(args: Any, workdir: str) -> Optional[SessionPlan]:
+    """With --create, how the session is started; else None."""
+    if not args.create:
+        if args.yolo or args.mux_socket is not None:
+            raise MamError("--yolo and --mux-socket go with --create", exit=Exit.USAGE, code="usage")
+        return None
+    if args.agent_session.partition(":")[0] not in ("tmux", "herdr"):
+        raise MamError("--create goes with a tmux: or herdr: session, not with %s" % args.agent_session,
+                       exit=Exit.USAGE, code="usage")
+    return SessionPlan(args.agent_session, args.agent, workdir, args.mux_socket or "", args.yolo, [])
+
+
+def _hand_over(registry: Registry, settings: Settings, job: Job, plan: Optional[SessionPlan] = None) -> Job:
     """Hand over, or close the job and say so: whoever is told of a failure must not find it running later."""
     try:
-        return hand_over(registry, settings, job)
+        return hand_over(registry, settings, job, plan)
     except (MamError, OSError) as error:
         if isinstance(error, MamError) and error.code in ("session_busy", "spawn_failed"):
             raise                          # closed already
@@ -7505,6 +9074,8 @@ def _emitter(as_json: bool) -> Callable[[List[Event]], None]:
     def emit(events: List[Event]) -> None:
         sys.stdout.write("\n".join([render(event) for event in events]) + "\n")
         sys.stdout.flush()
+        if events[-1].event == "permission_required":      # nothing came after it: somebody waits for a human
+            _say(permission_line(events[-1].job_id, events[-1].detail))
     return emit
 
 
@@ -7545,8 +9116,8 @@ def cmd_publish(args: Any) -> int:
         detail = _read_text(args.detail_file, "--detail-file").strip()
     data = parse_data(args.data) if args.data is not None else {}
     attempt, token = _attempt_of(args, settings, job_id)
-    extra = {"heartbeat_sec": args.heartbeat, "watch": _watched(args)} if args.heartbeat else None
     with Registry(settings.registry_dir) as registry:
+        extra = {"heartbeat_sec": args.heartbeat, "watch": _watched(args, registry, job_id)} if args.heartbeat else None
         answer = record(registry, settings, job_id, args.event, source="worker", detail=detail, data=data,
                         attempt=attempt, token=token, extra=extra)
         if answer.event:
@@ -7591,19 +9162,28 @@ def _attempt_of(args: Any, settings: Settings, job_id: str) -> Tuple[Optional[in
     return int(attempt) if attempt else None, settings.get("MAM_DISPATCH_TOKEN") or None
 
 
-def _watched(args: Any) -> Optional[Dict[str, Any]]:
-    """The process whose life a beat stands for."""
+def _watched(args: Any, registry: Registry, job_id: str) -> Optional[Dict[str, Any]]:
+    """The process whose life a beat stands for: as named, the agent of the job's session, or one known by its name."""
     if args.watch_pid is not None:
         identity = identity_of(args.watch_pid)
         if identity is None:
             raise MamError("--watch-pid %d: no such process" % args.watch_pid, code="bad_pid")
         return identity
-    ancestor = agent_ancestor()
+    ancestor = _session_ancestor(registry, job_id) or agent_ancestor()
     if ancestor is None:
         _say("note: no agent process recognised above this command; the beat lasts until the job's end "
              "(--watch-pid PID names a process to watch)")
         return None
     return identity_of(ancestor)
+
+
+def _session_ancestor(registry: Registry, job_id: str) -> Optional[int]:
+    """The process of the job's own session, if this command runs below it."""
+    import json
+    found = registry.jobs_by_id([job_id])
+    row = inventory_of(registry).session(found[0].agent_session) if found else None
+    process = json.loads(row.process) if row and row.status == "running" and row.process else None
+    return process["pid"] if process and is_alive(process) and process["pid"] in ancestors() else None
 
 
 def add_beat(parser: Any) -> None:
@@ -7783,16 +9363,6 @@ def _subscriber_clock(args: Any, follower: Follower, jobs: Sequence[Job]) -> Cal
 # -- looking ---------------------------------------------------------------------------
 
 
-def _reading(settings: Settings) -> Optional[Registry]:
-    """The registry for a command that only looks; None where there is none yet."""
-    try:
-        return Registry(settings.registry_dir)
-    except MamError as error:
-        if error.code == "no_registry":
-            return None
-        raise
-
-
 def _check_status(status: Optional[str]) -> None:
     if status is not None and status not in STATUSES:
         raise MamError("invalid status %r; expected one of %s" % (status, ", ".join(STATUSES)), code="bad_status")
@@ -7808,7 +9378,7 @@ def cmd_list(args: Any) -> int:
     """The jobs of this registry in the order of their registration."""
     _check_status(args.status)
     settings = load_settings(args.registry_dir)
-    registry = _reading(settings)
+    registry = existing_registry(settings)
     jobs = registry.jobs(args.status) if registry else []
     beats = registry.beats() if registry else {}
     if args.json:
@@ -7887,7 +9457,7 @@ def add_overview(parser: Any) -> None:
 def cmd_overview(args: Any) -> int:
     """`mam` alone: open jobs with their signs of life, and the last ends."""
     settings = load_settings(args.registry_dir)
-    registry = _reading(settings)
+    registry = existing_registry(settings)
     open_jobs, ends, beats, counts = [], [], {}, {}
     if registry:
         ensure_daemon(registry, settings)
@@ -7925,7 +9495,7 @@ def cmd_pick(args: Any) -> int:
     """Claim the oldest pending job of a session and print its id; exit 3 if there is none."""
     settings = load_settings(args.registry_dir)
     session = check_session(args.agent_session)
-    registry = _reading(settings)
+    registry = existing_registry(settings)
     job = registry.pick(session) if registry else None
     if job is None or registry is None:
         return Exit.BROKER       # v4: no pending job for this session
@@ -8153,7 +9723,7 @@ def add_scrub_secrets(parser: Any) -> None:
 def cmd_scrub_secrets(args: Any) -> int:
     """Take broker passwords out of records (v4 once stored them; mam never does)."""
     settings = load_settings(args.registry_dir)
-    registry = _reading(settings)
+    registry = existing_registry(settings)
     found = registry.scrub_passwords(args.dry_run) if registry else []
     _out("%s %d record(s) under %s%s" % ("would scrub" if args.dry_run else "scrubbed", len(found),
                                          settings.registry_dir, ": " + ", ".join(found) if found else ""))
@@ -8230,6 +9800,8 @@ def add_remote(parser: Any) -> None:
     parser.add_argument("action", choices=("run", "list"), help="serve a session on this host; or show who serves what")
     parser.add_argument("--session", metavar="S", help="run: the session, for jobs to remote:S")
     parser.add_argument("--exec", dest="command", metavar="CMD", help="run: the command that does the work of a job")
+    parser.add_argument("--deliver", metavar="KIND:NAME",
+                        help="run: instead of --exec, the session on this host that does the work, tmux:X or herdr:X")
     parser.add_argument("--stdin", action="store_true", help="run: feed the prompt to the command's stdin")
     parser.add_argument("--workdir", metavar="DIR", help="run: where the work is done (default: here)")
     parser.add_argument("--parallel", type=_count, default=1, metavar="N", help="run: jobs at a time (default 1)")
@@ -8240,7 +9812,8 @@ def add_remote(parser: Any) -> None:
     _add_insecure(parser)
     _add_json(parser)
     _examples(parser, "mam remote run --session gpu1 --exec 'claude -p --permission-mode acceptEdits' --stdin",
-              "mam remote run --session builders --exec ./work.sh --pool --parallel 4", "mam remote list")
+              "mam remote run --session builders --exec ./work.sh --pool --parallel 4",
+              "mam remote run --session desk --deliver tmux:alice", "mam remote list")
 
 
 def cmd_remote(args: Any) -> int:
@@ -8254,16 +9827,27 @@ def cmd_remote(args: Any) -> int:
     if not args.session or not is_name(args.session):
         raise MamError("--session %r: a session is 1 to 64 of letters, digits, _ and -" % (args.session or ""),
                        exit=Exit.USAGE, code="usage")
-    if not (args.command or "").strip() or "\0" in args.command or not is_encodable(args.command):
+    workdir = os.path.abspath(args.workdir or os.getcwd())
+    if args.deliver is not None:
+        _check_deliver(args)
+    elif not (args.command or "").strip() or "\0" in args.command or not is_encodable(args.command):
         raise MamError("--exec: a runner needs a command, in UTF-8", exit=Exit.USAGE, code="no_command",
                        hint="for example: --exec 'claude -p --permission-mode acceptEdits' --stdin")
-    workdir = os.path.abspath(args.workdir or os.getcwd())
-    preflight(settings, "exec:" + args.session, args.command, workdir)
+    preflight(settings, args.deliver or "exec:" + args.session, args.command, workdir)
     options = RunnerOptions(args.session, args.command, args.stdin, workdir, args.parallel, args.pool, args.once,
-                            args.drain)
+                            args.drain, args.deliver)
     keys = runner_keys(settings, args.session)
     settings.registry_dir = os.path.join(settings.registry_dir, "runner-" + args.session)
     return _run_runner(settings, broker, options, keys)
+
+
+def _check_deliver(args: Any) -> None:
+    if check_session(args.deliver).partition(":")[0] not in ("tmux", "herdr"):
+        raise MamError("--deliver %s: it must be a tmux: or herdr: session of this host" % args.deliver,
+                       exit=Exit.USAGE, code="usage")
+    if args.command is not None or args.stdin or args.parallel != 1:
+        raise MamError("--deliver goes without --exec, --stdin and --parallel: a session does one job at a time",
+                       exit=Exit.USAGE, code="usage")
 
 
 def _run_runner(settings: Settings, broker: Broker, options: RunnerOptions, keys: Dict[str, str]) -> int:
@@ -8351,6 +9935,22 @@ def cmd_run(args: Any) -> int:
         return Run(registry, settings, job).go()
 
 
+def add_deliver(parser: Any) -> None:
+    parser.add_argument("job", metavar="JOB")
+    parser.add_argument("--attempt-id", type=_count, required=True)
+
+
+def cmd_deliver(args: Any) -> int:
+    """Type a runner's job into the session that does its work."""
+    raise_on_sigterm()
+    settings = load_settings(args.registry_dir)
+    with Registry(settings.registry_dir) as registry:
+        job = registry.job(args.job)
+        if job.attempt_id == args.attempt_id:
+            deliver_adopted(registry, settings, job)
+    return Exit.OK
+
+
 def add_supervise(parser: Any) -> None:
     parser.add_argument("job", metavar="JOB")
 
@@ -8360,6 +9960,303 @@ def cmd_supervise(args: Any) -> int:
     settings = load_settings(args.registry_dir)
     with Registry(settings.registry_dir) as registry:
         return Supervisor(registry, settings, args.job).go()
+
+
+# -- sessions -------------------------------------------------------------------------------
+
+
+def add_session(parser: Any) -> None:
+    parser.add_argument("action", nargs="?", metavar="ACTION", help="create, list, capture, send, stop or resume")
+    _add_json(parser)
+    _examples(parser, "mam session create alice --agent claude-code --workdir src", "mam session list",
+              "mam session capture alice", "mam session send alice --keys Down Enter",
+              "mam session stop alice", "mam session resume alice", "mam session create --help    # of each action")
+
+
+def cmd_session(args: Any) -> int:
+    """Agents in panes of tmux or herdr, started and kept in an inventory by mam. Alone: the list of them."""
+    if args.action is not None:
+        raise MamError("no action %r of session" % args.action[:40], exit=Exit.USAGE, code="usage",
+                       hint="they are create, list, capture, send, stop and resume")
+    args.all = False
+    return cmd_session_list(args)
+
+
+def _add_session_name(parser: Any) -> None:
+    parser.add_argument("session", metavar="SESSION", help="NAME, or KIND:NAME as tmux:alice")
+
+
+def _session_of(registry: Optional[Registry], text: str) -> str:
+    """The session that a user means: kind:name, or the name alone where the inventory knows one kind of it."""
+    if ":" in text:
+        kind = check_session(text).partition(":")[0]
+        if kind not in ("tmux", "herdr"):
+            raise MamError("%s is no session in a pane" % text, exit=Exit.USAGE, code="usage",
+                           hint="those are tmux:NAME and herdr:NAME")
+        return text
+    check_session("tmux:" + text)
+    known = [row for row in registry.sessions() if row.session.partition(":")[2] == text] if registry else []
+    running = [row for row in known if row.status == "running"] or known
+    if len(running) > 1:
+        raise MamError("%s is the name of %s" % (text, " and ".join(row.session for row in running)), exit=Exit.USAGE,
+                       code="usage", hint="name its kind too")
+    return running[0].session if running else "tmux:" + text
+
+
+def add_session_create(parser: Any) -> None:
+    parser.add_argument("session", metavar="NAME", help="of the session: alice, or tmux:alice")
+    parser.add_argument("--agent", default=DEFAULT_AGENT,
+                        help="kind of agent: %s, or one of .mam/agents.json (default %%(default)s)" % ", ".join(
+                            AGENT_PROFILES))
+    parser.add_argument("--mux", choices=("tmux", "herdr"), help="the multiplexer (default tmux)")
+    parser.add_argument("--workdir", metavar="DIR", help="where the agent works (default: here)")
+    _add_launch(parser)
+    parser.add_argument("--wait", type=_positive_or_0, default=30.0, metavar="S",
+                        help="seconds for the agent to come up (default 30; 0: do not wait)")
+    _add_json(parser)
+    _examples(parser, "mam session create alice --agent claude-code --workdir src",
+              "mam session create bob --agent codex --mux herdr -- --model gpt-5",
+              "mam session create x --agent generic -- my-agent --interactive")
+
+
+def cmd_session_create(args: Any) -> int:
+    """Start an agent as the process of a pane of its own; words behind -- go to its command line. 0: it is ready;
+    5: it waits in a dialog, or is slow (it is kept); 1: it exited."""
+    settings = load_settings(args.registry_dir)
+    kind, colon, name = args.session.rpartition(":")
+    if colon and args.mux and args.mux != kind:
+        raise MamError("--mux %s does not go with %s" % (args.mux, args.session), exit=Exit.USAGE, code="usage")
+    session = check_session("%s:%s" % (kind or args.mux or "tmux", name))
+    plan = SessionPlan(session, args.agent, os.path.abspath(args.workdir or os.getcwd()), args.mux_socket or "",
+                       args.yolo, args.extra)
+    check_plan(existing_registry(settings), settings, plan)
+    with Registry(settings.registry_dir, create=True) as registry, session_lock(registry, session) as lock:
+        if not lock.acquire(5.0):
+            raise MamError("%s is in other hands now" % session, exit=Exit.BUSY, code="session_busy")
+        made = _in_session(lambda: create_session(registry, settings, plan))
+        return _show_started(registry, settings, made, args.wait, args.json)
+
+
+def _in_session(step: Callable[[], Any]) -> Any:
+    """Do something in a session; what it cannot do becomes the command's error."""
+    try:
+        return step()
+    except SessionError as error:
+        raise error.as_mam_error(error.code if error.code not in ("", "failed") else "") from None
+
+
+def _show_started(registry: Registry, settings: Settings, session: Session, wait_s: float, as_json: bool) -> int:
+    """Wait for an agent to come up, and say how that went."""
+    state, what = _in_session(lambda: wait_started(session, wait_s)) if wait_s else ("started", "")
+    if state == "dead":
+        _bury(registry, settings, session)
+        raise MamError(what, code="agent_exited", hint="run the agent by hand once in %s" % (
+            session.row.workdir if session.row else "its folder"))
+    row = registry.session(session.session)
+    if as_json and row:
+        _dump({**session_record(row, None), "state": state, "what": what})
+    elif row:
+        _out("%s %s, %s in %s" % (row.session, state, row.agent, row.pane))
+    if what:
+        _say(what)
+    return Exit.OK if state in ("ready", "started") else Exit.BUSY
+
+
+def _bury(registry: Registry, settings: Settings, session: Session) -> None:
+    """Take away the pane of an agent that exited at its start, after its last words were noted."""
+    try:
+        look = session.look()
+        detail = "the agent exited at its start: %s" % last_words(look)
+        session.driver.kill(look.pane)
+    except SessionError as error:
+        detail = error.why
+    end_session(registry, session.session, "terminated", detail)
+
+
+def add_session_list(parser: Any) -> None:
+    parser.add_argument("--all", action="store_true", help="ended ones too")
+    _add_json(parser)
+    _examples(parser, "mam session list", "mam session list --all --json")
+
+
+def cmd_session_list(args: Any) -> int:
+    """The sessions mam has started, after a look at each: one whose pane is gone is terminated from then on."""
+    settings = load_settings(args.registry_dir)
+    registry = existing_registry(settings)
+    records = []
+    for row in reconcile(registry, settings) if registry else ():
+        if registry and row.status == "running":
+            records.append(session_record(row, job_in_session(registry, [row.session, "tmux:%s" % row.pane])))
+        elif args.all:
+            records.append(session_record(row, None))
+    if args.json:
+        _dump(records)
+    else:
+        for line in session_table(records, _wants_colour(settings)):
+            _out(line)
+    return Exit.OK
+
+
+def add_session_capture(parser: Any) -> None:
+    _add_session_name(parser)
+    parser.add_argument("--lines", type=_count, default=0, metavar="N", help="N lines of history before the screen too")
+    _add_json(parser)
+    _examples(parser, "mam session capture alice", "mam session capture tmux:%3 --lines 200")
+
+
+def cmd_session_capture(args: Any) -> int:
+    """Print what a session's pane shows: text alone, without what could drive your terminal."""
+    settings = load_settings(args.registry_dir)
+    registry = existing_registry(settings)
+    session = open_session(registry, settings, _session_of(registry, args.session))
+    look = _in_session(session.look)
+    text = _in_session(lambda: session.driver.capture(look.pane, args.lines))
+    lines = [clean_text(line) for line in text.rstrip().split("\n")]
+    dialog = dialog_in(look, session.profile) if not look.dead else None
+    if args.json:
+        _dump({"session": session.session, "pane": look.pane, "dead": look.dead, "command": look.command,
+               "dialog": dialog and dialog["name"], "lines": lines})
+        return Exit.OK
+    for line in lines:
+        _out(line)
+    if look.dead:
+        _say("the agent has exited%s" % (" with status " + look.exit_status if look.exit_status else ""))
+    elif dialog:
+        _say("it waits in a dialog (%s): %s" % (dialog["name"], dialog["do"].replace(" S ", " %s " % session.session)))
+    return Exit.OK
+
+
+def add_session_send(parser: Any) -> None:
+    _add_session_name(parser)
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="what to say to the agent; - is stdin")
+    parser.add_argument("--keys", nargs="+", metavar="KEY",
+                        help="press keys instead, by tmux's names: Enter, Down, Escape, C-c, y ...; for dialogs")
+    _add_json(parser)
+    _examples(parser, "mam session send alice 'use the other database'", "mam session send alice --keys Down Enter")
+
+
+def cmd_session_send(args: Any) -> int:
+    """Type into a session as a human would: only while an agent rests at an empty composer (else exit 5). Keys are
+    pressed whatever the agent does, but never into a shell."""
+    settings = load_settings(args.registry_dir)
+    if (args.text is None) == (not args.keys):
+        raise MamError("session send: TEXT or --keys", exit=Exit.USAGE, code="usage")
+    for key in args.keys or ():
+        if not key.isprintable() or not key.isascii() or len(key) > 20 or key.startswith("-") and len(key) > 1:
+            raise MamError("--keys %r is no key's name" % key[:40], exit=Exit.USAGE, code="usage",
+                           hint="for example Enter, Down, Escape, C-c, y")
+    text = _read_text("-", "the text on") if args.text == "-" else _argument_text(args.text or "", "the text")
+    if args.text is not None and not text.strip():
+        raise MamError("the text is empty", exit=Exit.USAGE, code="usage")
+    registry = existing_registry(settings)
+    session = open_session(registry, settings, _session_of(registry, args.session))
+    lock = session_lock(registry, session.session) if registry else None
+    if lock and not lock.acquire(30.0):
+        raise MamError("%s is in other hands now" % session.session, exit=Exit.BUSY, code="session_busy")
+    if args.keys:
+        look = _in_session(session.check)
+        _in_session(lambda: session.driver.press(look.pane, args.keys))
+        return Exit.OK
+    doubt = _in_session(lambda: type_message(session, text, settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S)))
+    if doubt:
+        raise MamError(doubt, exit=Exit.BUSY, code="doubt", hint="look at it: mam session capture %s" % session.session)
+    return Exit.OK
+
+
+def add_session_stop(parser: Any) -> None:
+    _add_session_name(parser)
+    parser.add_argument("--close-job", action="store_true", help="cancel the job it is at work on, instead of refusing")
+    parser.add_argument("--purge-conversation", action="store_true",
+                        help="delete its conversation; refused (exit 5) while anyone else is in it")
+    parser.add_argument("--grace", type=_positive, default=STOP_GRACE_S, metavar="S",
+                        help="seconds for the agent to leave by itself (default %(default)s)")
+    _add_json(parser)
+    _examples(parser, "mam session stop alice", "mam session stop alice --close-job --purge-conversation")
+
+
+def cmd_session_stop(args: Any) -> int:
+    """End a session's agent: asked first, then firmly. Its conversation is kept, for resume. 5: it has a job."""
+    settings = load_settings(args.registry_dir)
+    with Registry(settings.registry_dir) as registry:
+        name = _session_of(registry, args.session)
+        row = registry.session(name)
+        job_id = job_in_session(registry, [name, *(["tmux:%s" % row.pane] if row and row.pane else [])])
+        if job_id and not args.close_job:
+            raise MamError("%s is at work on job %s" % (name, job_id), exit=Exit.BUSY, code="session_busy",
+                           hint="wait for it (mam wait %s), or close it too: --close-job" % job_id)
+        with session_lock(registry, name) as lock:
+            if not lock.acquire(10.0):
+                raise MamError("%s is in other hands now" % name, exit=Exit.BUSY, code="session_busy")
+            if job_id and row and not registry.jobs_by_id([job_id]):
+                raise MamError("job %s of %s was given to a runner here: cancel it where it was delegated" % (
+                    job_id, name), exit=Exit.BUSY, code="session_busy")
+            if job_id and row:
+                _cancel(registry, settings, job_id, "cancelled: its session was stopped")
+            words = _in_session(lambda: stop_session(registry, settings, name, args.purge_conversation, args.grace))
+        after = registry.session(name)
+        if args.json and after:
+            _dump(session_record(after, None))
+        else:
+            _say(words)
+    return Exit.OK
+
+
+def add_session_resume(parser: Any) -> None:
+    _add_session_name(parser)
+    parser.add_argument("--yolo", action="store_true", help="start the agent so that it asks no permissions")
+    parser.add_argument("--wait", type=_positive_or_0, default=30.0, metavar="S",
+                        help="seconds for the agent to come up (default 30; 0: do not wait)")
+    _add_json(parser)
+    _examples(parser, "mam session resume alice")
+
+
+def cmd_session_resume(args: Any) -> int:
+    """Start an ended session's agent again, in its conversation; words behind -- replace those of its creation.
+    5: the session runs, or somebody is in that conversation."""
+    settings = load_settings(args.registry_dir)
+    with Registry(settings.registry_dir) as registry:
+        name = _session_of(registry, args.session)
+        row = registry.session(name)
+        if row and row.status == "running":
+            reconcile(registry, settings)
+        with session_lock(registry, name) as lock:
+            if not lock.acquire(5.0):
+                raise MamError("%s is in other hands now" % name, exit=Exit.BUSY, code="session_busy")
+            made = _in_session(lambda: resume_session(registry, settings, name, args.extra, args.yolo))
+            return _show_started(registry, settings, made, args.wait, args.json)
+
+
+def add_answer(parser: Any) -> None:
+    parser.add_argument("job", metavar="JOB", help="job id")
+    parser.add_argument("text", metavar="TEXT", help="the answer; - is stdin")
+    _examples(parser, "mam answer 918b0612 'yes, delete build/'")
+
+
+def cmd_answer(args: Any) -> int:
+    """Type an answer into the session of a job that asks for permission. 4: it asks nothing, or has no session here;
+    5: its session cannot take it now."""
+    settings = load_settings(args.registry_dir)
+    text = _read_text("-", "the answer on") if args.text == "-" else _argument_text(args.text, "the answer")
+    if not text.strip():
+        raise MamError("the answer is empty", exit=Exit.USAGE, code="usage")
+    with Registry(settings.registry_dir) as registry:
+        job = registry.job(args.job)
+        kind = job.agent_session.partition(":")[0]
+        if not asks_permission(job):
+            raise MamError("job %s asks nothing: %s" % (job.job_id, what_became(job)), exit=Exit.REFUSED,
+                           code="asks_nothing", hint="mam session send types into a session in any case")
+        if kind not in ("tmux", "herdr"):
+            raise MamError("job %s is at work in %s, into which nothing can be typed from here" % (
+                job.job_id, job.agent_session), exit=Exit.REFUSED, code="no_session",
+                hint="on the runner's host: mam --registry-dir .mam/runner-%s answer %s" % (
+                    job.agent_session.partition(":")[2], job.job_id) if kind == "remote" else
+                "give the agent what it asks for by other means")
+        doubt = _in_session(lambda: answer_job(registry, settings, job, text))
+        if doubt:
+            raise MamError(doubt, exit=Exit.BUSY, code="doubt", hint="look at it: mam session capture %s" % (
+                job.agent_session))
+        _say("the answer is in %s" % job.agent_session)
+    return Exit.OK
 
 
 # -- help --------------------------------------------------------------------------------
@@ -8390,6 +10287,8 @@ COMMANDS: Dict[str, Command] = {
     "pick": Command(cmd_pick, add_pick, "claim the oldest pending job of a session", "main"),
     "cancel": Command(cmd_cancel, add_cancel, "end a job and its command", "main"),
     "redispatch": Command(cmd_redispatch, add_redispatch, "open another attempt of a job", "main"),
+    "session": Command(cmd_session, add_session, "create, list, capture, send, stop, resume: agents in panes", "main"),
+    "answer": Command(cmd_answer, add_answer, "answer a job that asks for permission, in its session", "main"),
     "remote": Command(cmd_remote, add_remote, "serve a session on this host, or list who serves what", "main"),
     "secret": Command(cmd_secret, add_secret, "make the secret of remote jobs, or one session's key", "main"),
     "daemon": Command(cmd_daemon, add_daemon, "show, stop or run the registry's daemon", "main"),
@@ -8402,8 +10301,15 @@ COMMANDS: Dict[str, Command] = {
     "close": Command(cmd_close, add_close, "close a job for a reason", "v4"),
     "get-feedback": Command(cmd_get_feedback, add_get_feedback, "print the last result in full", "v4"),
     "scrub-secrets": Command(cmd_scrub_secrets, add_scrub_secrets, "take passwords out of old records", "v4"),
+    "session create": Command(cmd_session_create, add_session_create, "start an agent in a pane of its own", "session"),
+    "session list": Command(cmd_session_list, add_session_list, "the sessions mam has started", "session"),
+    "session capture": Command(cmd_session_capture, add_session_capture, "print what a session shows", "session"),
+    "session send": Command(cmd_session_send, add_session_send, "type into a session", "session"),
+    "session stop": Command(cmd_session_stop, add_session_stop, "end a session's agent", "session"),
+    "session resume": Command(cmd_session_resume, add_session_resume, "start it again, in its conversation", "session"),
     "_run": Command(cmd_run, add_run, "own one command (started by delegate)", "internal"),
     "_supervise": Command(cmd_supervise, add_supervise, "settle one job (started by mam)", "internal"),
+    "_deliver": Command(cmd_deliver, add_deliver, "type a runner's job into a session (started by mam)", "internal"),
     "_daemon": Command(cmd_run_daemon, add_run_daemon, "be the daemon (started by mam)", "internal"),
     "_beat": Command(cmd_beat, add_beat, "beat beside an agent in a container (started by mam)", "internal"),
     "_overview": Command(cmd_overview, add_overview, "what is going on (mam alone)", "internal"),
@@ -8416,7 +10322,7 @@ def usage_text(group: str) -> str:
              "usage: mam [--registry-dir DIR] [COMMAND] [options]        mam alone shows what is going on", ""]
     if group == "v4":
         lines += ["v4's verbs, with their flags and exit codes:"]
-    width = max(len(name) for name in COMMANDS)
+    width = max(len(name) for name in COMMANDS if " " not in name)
     lines += ["  %s  %s" % (name.ljust(width), command.summary) for name, command in COMMANDS.items()
               if command.group == group]
     lines += ["", "mam COMMAND --help shows options and examples." if group == "v4" else
@@ -8431,7 +10337,8 @@ def find_command(name: str) -> str:
     if name in COMMANDS:
         return name
     import difflib
-    near = difflib.get_close_matches(name, [known for known in COMMANDS if known[0] != "_"], 1, 0.5)
+    known = [one for one in COMMANDS if one[0] != "_" and " " not in one]
+    near = difflib.get_close_matches(name, known, 1, 0.5)
     raise MamError("no command %r" % name, exit=Exit.USAGE, code="usage",
                    hint="did you mean `mam %s`?" % near[0] if near else "`mam help` lists the commands")
 
@@ -8487,7 +10394,13 @@ def parse_arguments(argv: Sequence[str]) -> Any:
     if rest[:1] == ["-h"]:
         return "help", build_parser("help").parse_args([])
     name = find_command(rest.pop(0)) if rest else "_overview"
+    if rest and "%s %s" % (name, rest[0]) in COMMANDS:      # session create
+        name += " " + rest.pop(0)
+    behind: List[str] = []
+    if name in ("session create", "session resume") and "--" in rest:       # words for the agent
+        rest, behind = rest[:rest.index("--")], rest[rest.index("--") + 1:]
     args = build_parser(name).parse_args(before + rest)
+    args.extra = behind
     for option in ("registry_dir", "debug"):
         if not hasattr(args, option):
             setattr(args, option, None)

@@ -28,11 +28,11 @@ V4_KEYS = ["schema_version", "job_id", "status", "created_at", "updated_at", "pr
            "heartbeat_sec", "heartbeat_misses", "ack_timeout_sec", "transport"]
 NEW_KEYS = ["phase", "reason", "transition_seq", "claimed_at", "delivered_at", "started_at", "finished_at",
             "last_event", "last_event_at", "detail", "parent_job", "workdir", "validate_cmd", "command", "wire",
-            "delivery", "exit_status", "alive_at"]
+            "delivery", "exit_status", "alive_at", "asks"]
 OVERVIEW_KEYS = ["job_id", "status", "phase", "reason", "agent_session", "title", "attempt_id", "created_at",
-                 "finished_at", "last_event", "last_event_at", "detail", "alive_s", "progress_s"]
-COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "remote",
-            "secret", "daemon", "help"]
+                 "finished_at", "last_event", "last_event_at", "detail", "asks", "alive_s", "progress_s"]
+COMMANDS = ["delegate", "publish", "watch", "wait", "list", "get", "logs", "pick", "cancel", "redispatch", "session",
+            "answer", "remote", "secret", "daemon", "help"]
 V4_COMMANDS = ["register", "submit", "subscribe", "status", "update", "close", "get-feedback", "scrub-secrets"]
 # Those whose answer can be JSON; the errors of the others can (see test_every_command_takes_json).
 JSON_COMMANDS = {"delegate", "submit", "publish", "watch", "wait", "list", "get", "logs", "pick", "redispatch",
@@ -318,9 +318,8 @@ def rows_about_sessions() -> Iterator[Bad]:
               "for example: --exec 'claude -p --permission-mode acceptEdits' --stdin", 64, "no_command")
     yield Bad(["delegate", "--agent-session", "queue:x", "--exec", "true", "--prompt", "x"],
               "--exec goes with an exec: session, not with queue:x", "", 64)
-    yield Bad(["delegate", "--agent-session", "herdr:x", "--prompt", "x"],
-              "herdr: sessions are not supported by this version",
-              "use exec:NAME, tmux:NAME, remote:NAME or queue:NAME", word="unsupported")
+    yield Bad(["delegate", "--agent-session", "herdr:x", "--prompt", "x"], "herdr agent list: no program herdr",
+              "install herdr >= 0.7.5, or use tmux", word="no_session")
     yield Bad([*DELEGATE, "--workdir", "{at}/nosuch"], "--workdir {at}/nosuch: no such folder", word="bad_workdir")
     for path in ("/etc/passwd", "../x", "..", "", "a/../../x"):
         yield Bad([*DELEGATE, "--artifact", path], f"--artifact {path!r}: it must be a path inside the workdir",

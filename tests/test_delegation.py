@@ -209,7 +209,7 @@ def test_a_prompt_that_cannot_be_used_is_refused_before_anything_is_registered(m
     (["--agent-session", "queue:x", "--exec", "true"], 64, "--exec goes with"),
     (["--agent-session", "nowhere"], 1, "is not a session"),
     (["--agent-session", "remote:x"], 1, "MAM_DISPATCH_SECRET is not set"),
-    (["--agent-session", "herdr:x"], 1, "not supported"),
+    (["--agent-session", "herdr:x"], 1, "no program herdr"),
     (["--agent-session", "exec:x", "--exec", "true", "--workdir", "missing"], 1, "no such folder"),
     (["--agent-session", "exec:x", "--exec", "true", "--artifact", "../outside"], 1, "inside the workdir"),
     (["--agent-session", "exec:x", "--exec", "true", "--artifact", "/etc/passwd"], 1, "inside the workdir"),
