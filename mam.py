@@ -8252,37 +8252,7 @@ def hand_over(registry: Registry, settings: Settings, job: Job, plan: Optional[S
     return registry.job(job.job_id)
 
 
-<<<<<<< HEAD
-def _hand_to_pane(registry: Registry, settings: Settings, job: Job, session: TmuxSession) -> None:
-    _make_private_dir(os.path.join(registry.directory, "locks"))
-    pane = job.agent_session.replace(":", "-").replace("%", "p")
-    lock_path = os.path.join(registry.directory, "locks", "pane-" + pane)
-    with FileLock(lock_path) as lock:
-        try:
-            if not lock.acquire(30.0):
-                raise SessionError("another delivery to %s is going on" % job.agent_session)
-            session.check()
-            ours, other = registry.claim_session(job)
-            if not ours and not other:
-                return            # somebody delivers it already, or it is over
-            if other:
-                raise SessionError("%s is at work on job %s" % (job.agent_session, other),
-                                   hint="wait for it (mam wait %s), or cancel it" % other)
-            session.deliver(injection(registry, settings, job, brief_path(registry, job)))
-        except SessionError as error:
-            request = "session_busy" if error.busy else "spawn_failed"
-            record(registry, settings, job.job_id, request, source="delegate_wrapper", detail=error.why,
-                   attempt=job.attempt_id)
-            deliver_event(registry, settings, job, 0, attempts=1)
-            raise MamError("%s (job %s is closed)" % (error.why, job.job_id), hint=error.hint,
-                           exit=Exit.BUSY if error.busy else Exit.FAILED, code=request) from None
-        registry.move_delivery(job.job_id, job.attempt_id, "sending", "sent")
-
-
 def preflight_remote(settings: Settings, job: Dict[str, Any], broker: Optional[Broker], insecure: bool) -> None:
-=======
-def preflight_remote(settings: Settings, job: Dict[str, Any], block: Optional[Dict[str, Any]], insecure: bool) -> None:
->>>>>>> w5
     """Refuse a remote job that could not be dispatched: no secret, no or an open broker, too long a prompt."""
     dispatch_secret(settings)
     check_private_broker(settings, broker, insecure)
