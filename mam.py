@@ -3866,6 +3866,19 @@ def replace_daemon(registry: Registry, settings: Settings, info: DaemonInfo) -> 
         time.sleep(0.02)
 
 
+def relieve_daemon(registry: Registry, settings: Settings, job: Job) -> bool:
+    """Replace a daemon that cannot reach a job's broker, if that can be reached with our settings."""
+    info, broker = daemon_info(registry), broker_of(settings, job)
+    if not info.alive or info.runner or not broker:
+        return False
+    try:
+        Connection(broker).close()
+    except BrokerError:
+        return False
+    replace_daemon(registry, settings, info)
+    return True
+
+
 def deliver_event(registry: Registry, settings: Settings, job: Job, event_n: int, attempts: int = 3,
                   wait_s: float = DAEMON_WAIT_S) -> Delivery:
     """Bring a recorded event to its broker: by the daemon if it is connected, else by ourselves (DESIGN 8).
@@ -5719,9 +5732,10 @@ class RemoteEar:
     (exit 3); once a job was heard, a lost connection is outlived.
     """
 
-    def __init__(self, registry: Registry, jobs: Sequence[Job], subscribed: Callable[[Job], None],
+    def __init__(self, registry: Registry, settings: Settings, jobs: Sequence[Job], subscribed: Callable[[Job], None],
                  say: Callable[[str], None]):
-        self._registry, self._subscribed, self._say = registry, subscribed, say
+        self._registry, self._settings, self._subscribed, self._say = registry, settings, subscribed, say
+        self._relieved: set = set()                  # wires for which a daemon with our settings was tried
         self._deaf = {job.job_id: job for job in jobs if job.transport == "remote" and job.status in OPEN_STATUSES}
         self._wires = {job.wire for job in self._deaf.values()}
         self._connects: Dict[str, int] = {}
@@ -5752,10 +5766,14 @@ class RemoteEar:
             raise MamError("job %s is remote and has no wire" % job_id, exit=Exit.BROKER, code="broker",
                            hint="set MQTT_BROKER before it is registered")
         if line.get("final") or line.get("failures", 0) >= 3 or now > self._give_up:
+            if wire not in self._relieved:           # the daemon may be one born before `.mam.env` was put right
+                self._relieved.add(wire)
+                if relieve_daemon(self._registry, self._settings, self._deaf[job_id]):
+                    return
             why = line.get("why") or "no daemon is connected to " + wire
             raise MamError("job %s cannot be heard: %s" % (job_id, why), exit=Exit.BROKER, code="broker",
-                           hint="it waits for the broker: `mam watch %s` follows it, `mam cancel %s` ends it" % (
-                               job_id, job_id))
+                           hint="it is recorded, and runs once the broker is there: do not delegate it again; "
+                                "`mam watch %s` follows it, `mam cancel %s` ends it" % (job_id, job_id))
 
 
 def follow(follower: Follower, emit: Callable[[List[Event]], None], enough: Callable[[], bool],
@@ -7621,7 +7639,8 @@ def check_secret(secret: str, name: str) -> str:
     if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable() or " " in secret:
         raise MamError("%s is not fit to make keys from: it must be at least %d printable ASCII characters without "
                        "spaces" % (name, MIN_SECRET_CHARS), code="bad_secret",
-                       hint="`mam secret new` makes one; every host that has the old one needs a new key then")
+                       hint="`mam secret new` makes one; every host that has the old one needs a new key then"
+                       if "DISPATCH" in name else "`mam secret derive S` makes it, where jobs are delegated")
     return secret
 
 
@@ -7630,7 +7649,8 @@ def dispatch_secret(settings: Settings) -> str:
     secret = settings.get("MAM_DISPATCH_SECRET")
     if not secret:
         raise MamError("MAM_DISPATCH_SECRET is not set: jobs for other hosts are signed with keys made from it",
-                       code="no_secret", hint="make one with: mam secret new >> .mam.env")
+                       code="no_secret", hint="make one where jobs are delegated, and only there: "
+                                              "mam secret new >> .mam.env")
     return check_secret(secret, "MAM_DISPATCH_SECRET")
 
 
@@ -7642,8 +7662,15 @@ def keys_for(settings: Settings, session: str) -> MakeKeys:
 
 def runner_keys(settings: Settings, session: str) -> Dict[str, str]:
     """A runner's session keys by their kid: those it was given, else those it can derive. The newest comes first."""
-    found = [check_secret(settings.get(name), name) for name in ("MAM_SESSION_KEY", "MAM_SESSION_KEY_PREVIOUS")
-             if settings.get(name)]
+    found = []
+    for name in ("MAM_SESSION_KEY", "MAM_SESSION_KEY_PREVIOUS"):
+        of, _, key = settings.get(name).rpartition(".")
+        if of and of != session:
+            raise MamError("%s is the key of session %s, not of %s" % (name, of, session), code="wrong_key",
+                           hint="where jobs are delegated: mam secret derive %s; each session of a host needs a folder "
+                                "with a .mam.env of its own, or the key in its environment" % session)
+        if key:
+            found.append(check_secret(key, name))
     for name in ("MAM_DISPATCH_SECRET", "MAM_DISPATCH_SECRET_PREVIOUS") if not found else ():
         if settings.get(name):
             found.append(session_key(check_secret(settings.get(name), name), session))
@@ -7658,13 +7685,14 @@ def check_private_broker(settings: Settings, broker: Optional[Broker], insecure:
     if broker is None:
         raise MamError("no broker is set, and a remote session needs one", code="no_broker",
                        hint="set MQTT_BROKER in the environment or in .mam.env")
-    lacks = [word for word, there in (("TLS (MQTT_TLS)", broker.tls), (
+    lacks = [word for word, there in (("TLS (MQTT_TLS, or mqtts:// in --broker)", broker.tls), (
         "password (MQTT_PASSWORD) or client certificate (MQTT_CERTFILE)", broker.password or broker.certfile))
         if not there]
     allowed = insecure or settings.get("MAM_INSECURE_BROKER").lower() in ("1", "true", "yes", "on")
     if lacks and not allowed:
-        raise MamError("the broker %s has no %s: prompts and results would lie open on the way" % (
-            broker_address(broker), " and no ".join(lacks)), code="insecure_broker",
+        raise MamError("the broker %s has no %s: %s" % (
+            broker_address(broker), " and no ".join(lacks), "anybody could send and take jobs" if broker.tls else
+            "prompts and results would lie open on the way"), code="insecure_broker",
             hint="on a network you trust: --insecure-broker, or MAM_INSECURE_BROKER=1, here and for the runner")
     return broker
 
@@ -9012,7 +9040,7 @@ def _caretaker(settings: Settings, clock: Callable[[], Optional[str]] = lambda: 
         registry = Registry(settings.registry_dir)      # not the follower's: one's own commits wake nobody
     except MamError:
         return clock                   # removed just now, which the follower itself will say
-    ear = RemoteEar(registry, jobs, subscribed, _say)
+    ear = RemoteEar(registry, settings, jobs, subscribed, _say)
     next_look = [0.0]
 
     def tick() -> Optional[str]:
@@ -9795,7 +9823,8 @@ def cmd_remote(args: Any) -> int:
     if args.action == "list":
         return _list_runners(args, settings, broker)
     if not args.session or not is_name(args.session):
-        raise MamError("--session %r: a session is 1 to 64 of letters, digits, _ and -" % (args.session or ""),
+        raise MamError("--session %r: a session is 1 to 64 of letters, digits, _ and -" % args.session
+                       if args.session else "remote run needs --session: for jobs to remote:S, --session S",
                        exit=Exit.USAGE, code="usage")
     workdir = os.path.abspath(args.workdir or os.getcwd())
     if args.deliver is not None:
@@ -9851,15 +9880,16 @@ def _list_runners(args: Any, settings: Settings, broker: Broker) -> int:
     try:
         found, strange = find_runners(broker, topic_root(settings), dispatch_secret(settings), PRESENCE_S + SETTLE_S)
     except BrokerError as error:
-        raise MamError(error.why, exit=Exit.BROKER, code="broker", hint="check MQTT_BROKER and MQTT_PORT") from None
+        raise MamError(error.why, exit=Exit.BROKER, code="broker",
+                       hint="" if error.final else "check MQTT_BROKER and MQTT_PORT") from None
     if args.json:
         _dump([runner_record(seen.presence, seen.live_at is not None) for seen in found])
-    else:
+    elif found or not strange:
         for line in runner_table([(seen.presence, seen.live_at is not None) for seen in found],
                                  _wants_colour(settings)):
             _out(line)
     if strange:
-        _say("%d more are signed with another secret than MAM_DISPATCH_SECRET here" % strange)
+        _say("runners signed with another secret than MAM_DISPATCH_SECRET here, or another session's key: %d" % strange)
     return Exit.OK
 
 
@@ -9878,7 +9908,8 @@ def cmd_secret(args: Any) -> int:
     if args.action == "new" and not args.session:
         name, value = "MAM_DISPATCH_SECRET", random_token()
     elif args.action == "derive" and args.session and is_name(args.session):
-        name, value = "MAM_SESSION_KEY", session_key(dispatch_secret(settings), args.session)
+        name = "MAM_SESSION_KEY"
+        value = args.session + "." + session_key(dispatch_secret(settings), args.session)
     else:
         raise MamError("secret %s: %s" % (args.action, "takes no session" if args.action == "new" else
                                           "name one session, of letters, digits, _ and -"), exit=Exit.USAGE,

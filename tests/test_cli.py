@@ -341,7 +341,7 @@ def but(name: str, value: str = "") -> Dict[str, str]:
 
 def rows_about_secrets() -> Iterator[Bad]:
     none = ("MAM_DISPATCH_SECRET is not set: jobs for other hosts are signed with keys made from it",
-            "make one with: mam secret new >> .mam.env")
+            "make one where jobs are delegated, and only there: mam secret new >> .mam.env")
     unfit = "%s is not fit to make keys from: it must be at least 32 printable ASCII characters without spaces"
     hint = "`mam secret new` makes one; every host that has the old one needs a new key then"
     for args in (AWAY, ["remote", "list"], ["secret", "derive", "gpu1"]):
@@ -350,7 +350,12 @@ def rows_about_secrets() -> Iterator[Bad]:
             yield Bad(args, unfit % "MAM_DISPATCH_SECRET", hint, word="bad_secret",
                       env=but("MAM_DISPATCH_SECRET", text))
     for name in ("MAM_SESSION_KEY", "MAM_SESSION_KEY_PREVIOUS"):
-        yield Bad(SERVE, unfit % name, hint, word="bad_secret", env=but(name, SECRET))
+        yield Bad(SERVE, unfit % name, "`mam secret derive S` makes it, where jobs are delegated", word="bad_secret",
+                  env=but(name, SECRET))
+        yield Bad(SERVE, f"{name} is the key of session gpu9, not of gpu1",
+                  "where jobs are delegated: mam secret derive gpu1; each session of a host needs a folder with a "
+                  ".mam.env of its own, or the key in its environment", word="wrong_key",
+                  env=but(name, "gpu9." + GOOD_SECRET))
     yield Bad(SERVE, unfit % "MAM_DISPATCH_SECRET", hint, word="bad_secret",
               env={**but("MAM_DISPATCH_SECRET", SECRET), "MAM_SESSION_KEY": ""})
     yield Bad(SERVE, "MAM_SESSION_KEY is not set: a runner needs the key of its session",
@@ -371,20 +376,23 @@ def rows_about_other_hosts() -> Iterator[Bad]:
     broker = ("no broker is set, and a remote session needs one", "set MQTT_BROKER in the environment or in .mam.env")
     trust = "on a network you trust: --insecure-broker, or MAM_INSECURE_BROKER=1, here and for the runner"
     login = "password (MQTT_PASSWORD) or client certificate (MQTT_CERTFILE)"
+    tls = "TLS (MQTT_TLS, or mqtts:// in --broker)"
     lies_open = "the broker 127.0.0.1:1 has no %s: prompts and results would lie open on the way"
     for args in (AWAY, SERVE, ["remote", "list"]):
         yield Bad(args, *broker, word="no_broker", env={"MAM_DISPATCH_SECRET": GOOD_SECRET})
         env = but("MAM_INSECURE_BROKER")
-        yield Bad(args, lies_open % f"TLS (MQTT_TLS) and no {login}", trust, word="insecure_broker", env=env)
-        yield Bad(args, lies_open % "TLS (MQTT_TLS)", trust, word="insecure_broker",
+        yield Bad(args, lies_open % f"{tls} and no {login}", trust, word="insecure_broker", env=env)
+        yield Bad(args, lies_open % tls, trust, word="insecure_broker",
                   env={**env, "MQTT_USERNAME": "u", "MQTT_PASSWORD": SECRET})
-        yield Bad(args, lies_open % login, trust, word="insecure_broker",
+        yield Bad(args, f"the broker 127.0.0.1:1 has no {login}: anybody could send and take jobs", trust,
+                  word="insecure_broker",
                   env={**env, "MQTT_TLS": "true", "MAM_INSECURE_BROKER": "no"})
-    for text in ("a/b", "remote:x", "", "x" * 65, "\udcff"):
+    for text in ("a/b", "remote:x", "x" * 65, "\udcff"):
         yield Bad(["remote", "run", "--exec", "true", "--session", text],
                   f"--session {text!r}: a session is 1 to 64 of letters, digits, _ and -", "", 64, "usage", env=FAR)
-    yield Bad(["remote", "run", "--exec", "true"], "--session '': a session is 1 to 64 of letters, digits, _ and -", "",
-              64, "usage", env=FAR)
+    for words in ([], ["--session", ""]):
+        yield Bad(["remote", "run", "--exec", "true", *words],
+                  "remote run needs --session: for jobs to remote:S, --session S", "", 64, "usage", env=FAR)
     for more in ([], ["--exec", ""], ["--exec", "  "], ["--exec", "\udcff"]):
         yield Bad(["remote", "run", "--session", "gpu1", *more], "--exec: a runner needs a command, in UTF-8",
                   "for example: --exec 'claude -p --permission-mode acceptEdits' --stdin", 64, "no_command", env=FAR)
@@ -810,7 +818,8 @@ def test_secret_makes_lines_for_an_env_file(mam: Mam) -> None:
     assert mam("secret", "new", "--json", check=0).json().keys() == {"name", "value"}
     (mam.workspace / ".mam.env").write_text(made[0])
     keys = {session: mam("secret", "derive", session, check=0) for session in ("gpu1", "gpu2")}
-    assert all(re.fullmatch(r"MAM_SESSION_KEY=[\w-]{43}\n", done.stdout) for done in keys.values())
+    assert all(re.fullmatch(rf"MAM_SESSION_KEY={session}\.[\w-]{{43}}\n", done.stdout)
+               for session, done in keys.items())
     assert keys["gpu1"].stdout != keys["gpu2"].stdout
     again = mam("secret", "derive", "gpu1", "--json", check=0).json()
     assert f"{again['name']}={again['value']}\n" == keys["gpu1"].stdout
