@@ -2127,7 +2127,7 @@ class Registry:
     def _recall(self, job: Job, status: str, reason: str) -> None:
         """Owe the runner of a remote attempt word of its end, and take its dispatch off the broker."""
         if job.dispatch and job.outcome is None:
-            control = {"status": status, "reason": reason, "issued_at": utc_now()}
+            control = {"status": status, "reason": reason, "issued_at": utc_now(), "moment": instant()}
             self._execute("UPDATE attempts SET control = ?, control_mail = ? WHERE job_id = ? AND attempt_id = ?",
                           (compact_json(control), OWED, job.job_id, job.attempt_id))
         self._retire_dispatch(job)
@@ -2139,8 +2139,10 @@ class Registry:
     def _redispatch(self, job: Job, source: str, fields: Dict[str, Any]) -> None:
         """Open the next attempt: new tokens, no beat, and nothing more of the old one travels."""
         self._recall(job, "cancelled", "superseded")
-        self._execute("UPDATE attempts SET control = ?, control_mail = ? WHERE job_id = ? AND control_mail IN (?, ?)",
-                      (_SUPERSEDED % utc_now(), OWED, job.job_id, OWED, KEPT))      # of the attempts before, too
+        # Whoever had an attempt before is told, also if it had ended: else it may one day retain its old end again.
+        self._execute("UPDATE attempts SET control = ?, control_mail = ? WHERE job_id = ? AND (control_mail IN (?, ?) "
+                      "OR attempt_id = ? AND dispatch IS NOT NULL)",
+                      (_SUPERSEDED % (utc_now(), instant()), OWED, job.job_id, OWED, KEPT, job.attempt_id))
         self._end_attempt(job, "superseded")
         attempt = max(job.attempt_id + 1, int(fields.get("attempt_id") or 0))
         self._insert_attempt(job.job_id, attempt, random_hex(32), job.last_seq, fields.get("keys"))
@@ -2389,20 +2391,23 @@ class Registry:
         with self.write(durable=False):
             self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE job_id = ?", (job_id,))
 
-    def last_sent_state(self, wire: str) -> Optional[Job]:
-        """The job whose state was sent last to a broker and has not changed since: what it retains, with a memory."""
-        found = self._jobs("WHERE j.wire = ? AND j.state_sent = j.state_rev AND j.last_seq > 0 "
-                           "ORDER BY j.updated_at DESC, j.n DESC LIMIT 1", (wire,))
-        return found[0] if found else None
+    def sent_states(self, wire: str, since: str) -> List[Job]:
+        """The jobs whose state was sent to a broker last, and first, of those it should retain (open ones, and those
+        ended since): what it has kept, with a memory."""
+        where = ("WHERE j.wire = ? AND j.state_sent = j.state_rev AND j.last_seq > 0 AND j.reason IS NOT 'superseded' "
+                 "AND j.transport <> 'remote' AND (j.finished_at IS NULL OR j.finished_at >= ?) ORDER BY ")
+        return [job for order in ("j.updated_at DESC, j.n DESC", "j.updated_at, j.n")
+                for job in self._jobs(where + order + " LIMIT 1", (wire, since))]
 
     def owe_retained_again(self, since: str) -> None:
         """Owe what a broker should retain: states of open jobs and of those ended since, and their last events."""
         with self.write():
-            where = "wire IS NOT NULL AND last_seq > 0 AND (finished_at IS NULL OR finished_at >= ?)"
+            where = "wire IS NOT NULL AND last_seq > 0 AND (finished_at IS NULL OR finished_at >= ?) " \
+                    "AND reason IS NOT 'superseded'"
             self._execute("UPDATE events SET owed = 1 WHERE n IN (SELECT max(e.n) FROM events e JOIN jobs j "
                           "ON j.job_id = e.job_id AND j.attempt_id = e.attempt_id WHERE e.seq IS NOT NULL "
                           "AND j.finished_at >= ? AND j.wire IS NOT NULL AND j.transport <> 'remote' "
-                          "GROUP BY e.job_id)", (since,))
+                          "AND j.reason IS NOT 'superseded' GROUP BY e.job_id)", (since,))
             self._execute("UPDATE jobs SET state_rev = state_rev + 1 WHERE transport <> 'remote' AND " + where,
                           (since,))
 
@@ -2535,13 +2540,17 @@ class Registry:
                     self._execute("UPDATE attempts SET %s = ? WHERE (dispatch_mail OR control_mail) AND %s = ?" % (
                         column, column), (OWED, KEPT))
 
-    def forget_unanswered(self, before: str) -> None:
+    def forget_unanswered(self, seconds: float) -> None:
         """Take what was told to runners that never answered off the broker, once it is this old."""
-        if self._execute("SELECT 1 FROM attempts WHERE (dispatch_mail OR control_mail) AND control_mail = ? "
-                         "AND ended_at < ? LIMIT 1", (KEPT, before)):
-            with self.write():
-                self._execute("UPDATE attempts SET control_mail = ? WHERE control_mail = ? AND ended_at < ?",
-                              (STALE, KEPT, before))
+        import json
+        for job_id, attempt, control in self._execute(
+                "SELECT job_id, attempt_id, control FROM attempts WHERE (dispatch_mail OR control_mail) "
+                "AND control_mail = ?", (KEPT,)):
+            said = json.loads(control)
+            if (elapsed_s(said.get("moment"), said["issued_at"]) or 0.0) > seconds:
+                with self.write():
+                    self._execute("UPDATE attempts SET control_mail = ? WHERE job_id = ? AND attempt_id = ? "
+                                  "AND control_mail = ?", (STALE, job_id, attempt, KEPT))
 
     def answered(self, job_id: str, attempt: int) -> bool:
         """Whether the runner of an attempt that was ended here knows of it, or need not."""
@@ -2899,7 +2908,7 @@ class _Transaction:
 
 
 # What the runner of an attempt is told when another one has begun: from then on it retains nothing of it.
-_SUPERSEDED = '{"status":"cancelled","reason":"superseded","issued_at":"%s"}'
+_SUPERSEDED = '{"status":"cancelled","reason":"superseded","issued_at":"%s","moment":"%s"}'
 
 # What a job's record says when an attempt begins.
 _ATTEMPT_BEGINS: Dict[str, Any] = {
@@ -4665,31 +4674,51 @@ class Dispatcher:
 
 
 class MemoryCheck:
-    """Whether a broker still retains the last state that was sent to it.
+    """Whether a broker still retains states that were sent to it: the one that changed last, which a broker that
+    comes back with an older store lacks, and the one that has not changed for longest, which others cannot have sent
+    since it forgot.
 
-    With clean sessions CONNACK cannot tell; so that state's topic is subscribed for a moment.
+    With clean sessions CONNACK cannot tell; so their topics are subscribed for a moment.
     """
 
-    def __init__(self, connection: Connection, topic: str, payload: bytes):
-        self._connection, self._topic, self._payload = connection, topic, payload
-        self._mid = connection.subscribe([topic])
+    def __init__(self, connection: Connection, jobs: Sequence[Job]):
+        self._connection = connection
+        self._missing = {state_topic(job): job for job in jobs}
+        self._topics = sorted(self._missing)
+        self._mid = connection.subscribe(self._topics)
         self._until = time.monotonic() + 5.0
         self._granted_at: Optional[float] = None
-        self.forgotten = True
 
     @classmethod
     def begin(cls, registry: Registry, settings: Settings, connection: Connection) -> Optional[MemoryCheck]:
-        job = registry.last_sent_state(broker_address(connection.broker))
-        if job is None or broker_of(settings, job) != connection.broker:
-            return None
-        topic, payload, _ = state_message(job)
-        return cls(connection, topic, payload)
+        """A check on a new connection; None if nothing that was sent can be looked for."""
+        jobs = [job for job in registry.sent_states(broker_address(connection.broker), utc_before(REPUBLISH_S))
+                if broker_of(settings, job) == connection.broker]
+        return cls(connection, jobs) if jobs else None
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether one of the states has not come (yet)."""
+        return bool(self._missing)
 
     def look(self, received: Sequence[Tuple[str, bytes, bool]]) -> List[Tuple[str, bytes, bool]]:
-        """Look for the state among messages; those on other topics, for the inbox."""
-        if any(retained and topic == self._topic and payload == self._payload for topic, payload, retained in received):
-            self.forgotten = False
-        return [message for message in received if message[0] != self._topic]
+        """Look for the states among messages; those on other topics, for the inbox."""
+        for topic, payload, retained in received:
+            if retained and topic in self._missing and self._is_kept(self._missing[topic], payload):
+                del self._missing[topic]
+        return [message for message in received if message[0] not in self._topics]
+
+    @staticmethod
+    def _is_kept(job: Job, payload: bytes) -> bool:
+        """Whether it is what was sent; or the state of a later attempt, which another runner has and which proves a
+        memory as well."""
+        if payload == state_message(job)[1]:
+            return True
+        try:
+            attempt = parse_json(payload)["data"]["attempt_id"]
+            return type(attempt) is int and attempt > job.attempt_id
+        except (BadJson, KeyError, TypeError):
+            return False
 
     def over(self, now: float) -> bool:
         """Retained messages come right behind the SUBACK; a refused subscription proves nothing, so send again."""
@@ -4697,7 +4726,7 @@ class MemoryCheck:
             self._granted_at = now
         if self.forgotten and now < self._until and (self._granted_at is None or now < self._granted_at + 1.0):
             return False
-        self._connection.unsubscribe([self._topic])
+        self._connection.unsubscribe(self._topics)
         return True
 
 
@@ -5394,7 +5423,7 @@ class Daemon:
             if is_left_behind(run):
                 spawn_self(["_supervise", "--", job_id], own_environment(self._settings),
                            supervisor_log(self._registry))
-        self._registry.forget_unanswered(utc_before(ANSWER_WAIT_S))
+        self._registry.forget_unanswered(ANSWER_WAIT_S)
         self._debts = []
         self._take_up_debts()
         for line in self._lines.values():
@@ -7773,23 +7802,20 @@ def find_runners(broker: Broker, root: str, secret: str, wait_s: float) -> Tuple
 
 
 def own_runner_id(registry: Registry) -> str:
-    """The id of the runner whose registry this is; MamError for a registry that was copied from elsewhere.
+    """The id of the runner whose registry this is; MamError for a registry that was copied from another host.
 
     Two with one id would both take what is given to it, and run it twice.
     """
     import hashlib
-    try:
-        with open("/etc/machine-id", encoding="ascii") as file:
-            machine = file.read()
-    except OSError:
-        import platform
-        machine = platform.node()
-    stat = os.stat(registry.path)
-    place = hashlib.sha256(("%s %d %d" % (machine, stat.st_dev, stat.st_ino)).encode("utf-8")).hexdigest()[:32]
     runner = registry.own_id("runner_id")
-    if registry.meta("runner_place") is None:
-        registry.set_meta("runner_place", place)
-    elif registry.meta("runner_place") != place:
+    try:
+        with open("/etc/machine-id", "rb") as file:
+            machine = hashlib.sha256(file.read()).hexdigest()[:32]
+    except OSError:      # nothing that stays tells one host from another: a live twin is seen by its presence
+        return runner
+    if registry.meta("runner_machine") is None:
+        registry.set_meta("runner_machine", machine)
+    elif registry.meta("runner_machine") != machine:
         raise MamError("the runner's registry %s was copied from elsewhere, and its id with it" % registry.directory,
                        exit=Exit.REFUSED, code="copied", hint="move that folder away: a new one is made")
     return runner
