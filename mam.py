@@ -6071,6 +6071,8 @@ _NO_PROFILE: Dict[str, Any] = {
 _ASKS = {"name": "permission", "text": r"Do you want to (?:proceed|make this edit|create|allow|run)|Permission required"
                                        r"|Would you like to (?:run|make)|Allow command\?",
          "do": "answer it in the pane, or by mam session send S --keys"}
+_TRUST = {"name": "trust", "text": "Do you trust the |or one you trust\\?|I trust this folder",
+          "do": "answer it in the pane, or by mam session send S --keys"}
 _CHOICE = {"name": "choice",
            "text": "^\\s*[>\u276f\u203a]\\s*\\d+[.)]\\s|\\[y/N\\]\\s*$|\\(y/n\\)\\s*$|" + _CONFIRM,
            "do": "answer it in the pane, or by mam session send S --keys"}
@@ -6610,7 +6612,7 @@ def dialog_in(look: Look, profile: Profile) -> Optional[Dict[str, str]]:
     where = composer_rows(look, profile)
     rows = look.rows[where[1] + 1:] if where else look.rows
     text = "\n".join(rows)
-    for dialog in [*profile.dialogs, _ASKS, _CHOICE]:
+    for dialog in [*profile.dialogs, _TRUST, _ASKS, _CHOICE]:
         if re.search(dialog["text"], text, re.M):
             return {**dialog}
     if look.agent.get("agent_status") == "blocked":
