@@ -6126,7 +6126,7 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "command": ["pi"], "prompt": ["{prompt}"], "headless": ["pi", "-p", "{prompt}"],
         "resume": ["--session", "{transcript}"], "resume_prompt": ["--session", "{transcript}", "{prompt}"],
         "transcript": ["~/.pi/agent/sessions/*/*_{id}.jsonl"], "busy": ["Working\\.\\.\\."],
-        "herdr_kind": "pi", "source": "tried"},
+        "composer": "rules", "herdr_kind": "pi", "source": "tried"},
     "generic": {},
 }
 Profile = namedtuple("Profile", "name also command prompt headless resume resume_prompt preset yolo allow variable "
@@ -6539,8 +6539,16 @@ def _bare(text: str) -> str:
 
 
 def composer_rows(look: Look, profile: Profile) -> Optional[Tuple[int, int]]:
-    """First and last row of the composer: the prompt sign under which the cursor is, else the lowest one."""
+    """First and last row of the composer: the prompt sign under which the cursor is, else the lowest one.
+
+    A profile's `rules` means that it has no sign, and lies between the two lowest rules.
+    """
     import re
+    if profile.composer == "rules":
+        rules = [n for n, row in enumerate(look.rows) if re.search("^\\s*\u2500{20,}\\s*$", row)][-2:]
+        if len(rules) < 2 or any(re.search(_CONFIRM, row) for row in look.rows[rules[0]:]):
+            return None
+        return rules[0] + 1, max(rules[0] + 1, rules[1] - 1)
     sign = re.compile(profile.composer or "^[\\s\u2502|]*" + _GLYPH)
     found = [n for n, row in enumerate(look.rows) if sign.search(row)]
     if not found:
