@@ -6249,6 +6249,8 @@ _NO_PROFILE: Dict[str, Any] = {
 _ASKS = {"name": "permission", "text": r"Do you want to (?:proceed|make this edit|create|allow|run)|Permission required"
                                        r"|Would you like to (?:run|make)|Allow command\?",
          "do": "answer it in the pane, or by mam session send S --keys"}
+_TRUST = {"name": "trust", "text": "Do you trust the |or one you trust\\?|I trust this folder",
+          "do": "answer it in the pane, or by mam session send S --keys"}
 _CHOICE = {"name": "choice",
            "text": "^\\s*[>\u276f\u203a]\\s*\\d+[.)]\\s|\\[y/N\\]\\s*$|\\(y/n\\)\\s*$|" + _CONFIRM,
            "do": "answer it in the pane, or by mam session send S --keys"}
@@ -6302,7 +6304,7 @@ AGENT_PROFILES: Dict[str, Dict[str, Any]] = {
         "command": ["pi"], "prompt": ["{prompt}"], "headless": ["pi", "-p", "{prompt}"],
         "resume": ["--session", "{transcript}"], "resume_prompt": ["--session", "{transcript}", "{prompt}"],
         "transcript": ["~/.pi/agent/sessions/*/*_{id}.jsonl"], "busy": ["Working\\.\\.\\."],
-        "herdr_kind": "pi", "source": "tried"},
+        "composer": "rules", "herdr_kind": "pi", "source": "tried"},
     "generic": {},
 }
 Profile = namedtuple("Profile", "name also command prompt headless resume resume_prompt preset yolo allow variable "
@@ -6715,8 +6717,16 @@ def _bare(text: str) -> str:
 
 
 def composer_rows(look: Look, profile: Profile) -> Optional[Tuple[int, int]]:
-    """First and last row of the composer: the prompt sign under which the cursor is, else the lowest one."""
+    """First and last row of the composer: the prompt sign under which the cursor is, else the lowest one.
+
+    A profile's `rules` means that it has no sign, and lies between the two lowest rules.
+    """
     import re
+    if profile.composer == "rules":
+        rules = [n for n, row in enumerate(look.rows) if re.search("^\\s*\u2500{20,}\\s*$", row)][-2:]
+        if len(rules) < 2 or any(re.search(_CONFIRM, row) for row in look.rows[rules[0]:]):
+            return None
+        return rules[0] + 1, max(rules[0] + 1, rules[1] - 1)
     sign = re.compile(profile.composer or "^[\\s\u2502|]*" + _GLYPH)
     found = [n for n, row in enumerate(look.rows) if sign.search(row)]
     if not found:
@@ -6788,7 +6798,7 @@ def dialog_in(look: Look, profile: Profile) -> Optional[Dict[str, str]]:
     where = composer_rows(look, profile)
     rows = look.rows[where[1] + 1:] if where else look.rows
     text = "\n".join(rows)
-    for dialog in [*profile.dialogs, _ASKS, _CHOICE]:
+    for dialog in [*profile.dialogs, _TRUST, _ASKS, _CHOICE]:
         if re.search(dialog["text"], text, re.M):
             return {**dialog}
     if look.agent.get("agent_status") == "blocked":
