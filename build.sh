@@ -142,7 +142,9 @@ def import_cached(cache):
     # In front, so that PYTHONPATH cannot shadow mam or paho; in the place of the archive, if it stands there.
     sys.path[:sys.path[:1] == [__loader__.archive]] = [cache + "/site-packages"]
     # PYTHONDONTWRITEBYTECODE is meant for source trees; here it would cost 60 ms at each start.
-    sys.dont_write_bytecode = False
+    sys.dont_write_bytecode = "--debug" in sys.argv
+    if sys.dont_write_bytecode:  # tracebacks need line numbers, which the bytecode lacks: compile
+        sys.pycache_prefix = os.devnull
     import mam
     return mam
 
@@ -317,7 +319,7 @@ mkdir -p "$(dirname "$out")"
 fresh=$(mktemp "$(dirname "$out")/.mam.pyz.XXXXXX")
 PYTHONNODEBUGRANGES=1 "$python" - "$work/shiv.pyz" "$work/__main__.py" "$work/slow_start.py" "$here/LICENSE" "$fresh" \
     "$max_bytes" <<'EOF'
-import ast, bz2, hashlib, importlib.util, io, marshal, posixpath, sys, tarfile, tokenize, zipfile, zlib
+import ast, bz2, hashlib, importlib.util, io, marshal, posixpath, sys, tarfile, tokenize, types, zipfile, zlib
 
 shiv, main, slow, licence, out, max_bytes = sys.argv[1:]
 
@@ -365,7 +367,8 @@ for name in modules:
         folders.add("/" + folder)
         folder = posixpath.dirname(folder)
 # A hash-based .pyc (PEP 552), checked at each import: no time stamp that would differ from build to build.
-# Without what nobody reads there and what weighs a third of it: column positions (PYTHONNODEBUGRANGES), annotations.
+# Without what nobody reads there and what weighs half of it: column positions (PYTHONNODEBUGRANGES), annotations, and
+# line numbers, for only --debug shows tracebacks, and it compiles.
 source = members["site-packages/mam.py"]
 tree = ast.parse(source, "mam.py")
 for node in ast.walk(tree):
@@ -375,8 +378,16 @@ for node in ast.walk(tree):
         node.annotation = None
 tag = sys.implementation.cache_tag
 bytecode = "site-packages/__pycache__/mam.%s.pyc" % tag
+
+
+def without_lines(code):
+    table = "co_linetable" if hasattr(code, "co_linetable") else "co_lnotab"
+    inner = [without_lines(value) if isinstance(value, types.CodeType) else value for value in code.co_consts]
+    return code.replace(**{table: b"", "co_consts": tuple(inner)})
+
+
 compiled = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(source) \
-    + marshal.dumps(compile(tree, "mam.py", "exec", dont_inherit=True))
+    + marshal.dumps(without_lines(compile(tree, "mam.py", "exec", dont_inherit=True)))
 
 
 def packed(files):

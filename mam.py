@@ -2578,11 +2578,13 @@ class Registry:
                       "AND control_mail IN (?, ?)", (STALE, job.job_id, job.attempt_id, job.runner, OWED, KEPT))
 
     def runner_loads(self) -> Dict[str, int]:
-        """How many open attempts each runner has been given."""
+        """How many attempts each runner may be at work on: those it was given, and those of which it has not yet
+        answered that they are over."""
         return dict(self._execute(
-            "SELECT a.runner, count(*) FROM attempts a JOIN jobs j ON j.job_id = a.job_id "
-            "AND j.attempt_id = a.attempt_id WHERE j.status IN ('pending', 'running') AND a.runner IS NOT NULL "
-            "AND a.outcome IS NULL GROUP BY a.runner"))
+            "SELECT runner, count(*) FROM (SELECT a.runner FROM attempts a JOIN jobs j ON j.job_id = a.job_id "
+            "AND j.attempt_id = a.attempt_id WHERE j.status IN ('pending', 'running') AND a.outcome IS NULL "
+            "UNION ALL SELECT runner FROM attempts WHERE (dispatch_mail OR control_mail) AND control_mail IN (1, 2)) "
+            "WHERE runner IS NOT NULL GROUP BY runner"))
 
     # -- remote jobs: what a runner keeps (DESIGN 13) ------------------------------------------
 

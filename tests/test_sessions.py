@@ -570,7 +570,8 @@ def test_a_runner_hands_its_jobs_to_a_session_of_its_host(on_tmux: Stage, new_ma
                        "--wait-for-runner", 30) for n in range(2)]
     for run in runs:
         result = run.wait(60)
-        assert result.code == 0 and "the prompt is in tmux:alice" in result.stdout, str(result) + runner.stderr
+        # (that the prompt is in is said as well, unless the agent was done before it could be)
+        assert result.code == 0 and "adopted by a runner" in result.stdout, str(result) + runner.stderr
     assert len(on_tmux.values("paste")) == 2 and on_tmux.values("key") == ["\r"] * 2
     runner.stop()
 
