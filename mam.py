@@ -1700,7 +1700,10 @@ class Registry:
 
     def _open(self) -> None:
         self._db = self._connect(self.path)
-        stat = os.stat(self.path)
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            raise self._gone() from None
         self._identity = (stat.st_dev, stat.st_ino)
         try:
             version = self._execute("PRAGMA user_version")[0][0]
@@ -1828,9 +1831,11 @@ class Registry:
 
     def _check_still_there(self) -> None:
         if not self.still_there():
-            raise MamError("the registry %s was removed or replaced while in use" % self.path,
-                           exit=Exit.NOT_RECORDED, code="registry_gone",
-                           hint="nothing was recorded; run the same command again")
+            raise self._gone()
+
+    def _gone(self) -> MamError:
+        return MamError("the registry %s was removed or replaced while in use" % self.path, exit=Exit.NOT_RECORDED,
+                        code="registry_gone", hint="nothing was recorded; run the same command again")
 
     def write(self, durable: bool = True) -> "_Transaction":
         """A context in which everything is committed together, or nothing is."""
