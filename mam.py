@@ -10187,13 +10187,13 @@ def cmd_session_send(args: Any) -> int:
         raise MamError("the text is empty", exit=Exit.USAGE, code="usage")
     registry = existing_registry(settings)
     session = open_session(registry, settings, _session_of(registry, args.session))
-    lock = session_lock(registry, session.session) if registry else None
-    if lock and not lock.acquire(30.0):
-        raise MamError("%s is in other hands now" % session.session, exit=Exit.BUSY, code="session_busy")
-    if args.keys:
+    if args.keys:      # without the lock: a delivery may hold it until a dialog is answered by these very keys
         look = _in_session(session.check)
         _in_session(lambda: session.driver.press(look.pane, args.keys))
         return Exit.OK
+    lock = session_lock(registry, session.session) if registry else None
+    if lock and not lock.acquire(30.0):
+        raise MamError("%s is in other hands now" % session.session, exit=Exit.BUSY, code="session_busy")
     doubt = _in_session(lambda: type_message(session, text, settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S)))
     if doubt:
         raise MamError(doubt, exit=Exit.BUSY, code="doubt", hint="look at it: mam session capture %s" % session.session)
