@@ -6783,7 +6783,9 @@ def holds(look: Look, profile: Profile, text: str) -> bool:
     """Whether a text of ours stands in the composer: its beginning, its last rows, or the sign for a long paste."""
     import re
     ours = _bare(text)
-    for shown in (composer_text(look, profile, look.rows), _before_cursor(look, look.rows)):
+    where = composer_rows(look, profile) if profile.composer == "rules" and look.cursor else None
+    outside = where and not where[0] <= look.cursor[1] <= where[1]      # in the line below it, say
+    for shown in (composer_text(look, profile, look.rows), "" if outside else _before_cursor(look, look.rows)):
         if re.search(_PASTED, shown):
             return True
         shown = _bare(shown)
