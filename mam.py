@@ -6790,7 +6790,9 @@ def holds(look: Look, profile: Profile, text: str) -> bool:
     """Whether a text of ours stands in the composer: its beginning, its last rows, or the sign for a long paste."""
     import re
     ours = _bare(text)
-    for shown in (composer_text(look, profile, look.rows), _before_cursor(look, look.rows)):
+    where = composer_rows(look, profile) if profile.composer == "rules" and look.cursor else None
+    outside = where and not where[0] <= look.cursor[1] <= where[1]      # in the line below it, say
+    for shown in (composer_text(look, profile, look.rows), "" if outside else _before_cursor(look, look.rows)):
         if re.search(_PASTED, shown):
             return True
         shown = _bare(shown)
@@ -10194,13 +10196,13 @@ def cmd_session_send(args: Any) -> int:
         raise MamError("the text is empty", exit=Exit.USAGE, code="usage")
     registry = existing_registry(settings)
     session = open_session(registry, settings, _session_of(registry, args.session))
-    lock = session_lock(registry, session.session) if registry else None
-    if lock and not lock.acquire(30.0):
-        raise MamError("%s is in other hands now" % session.session, exit=Exit.BUSY, code="session_busy")
-    if args.keys:
+    if args.keys:      # without the lock: a delivery may hold it until a dialog is answered by these very keys
         look = _in_session(session.check)
         _in_session(lambda: session.driver.press(look.pane, args.keys))
         return Exit.OK
+    lock = session_lock(registry, session.session) if registry else None
+    if lock and not lock.acquire(30.0):
+        raise MamError("%s is in other hands now" % session.session, exit=Exit.BUSY, code="session_busy")
     doubt = _in_session(lambda: type_message(session, text, settings.pause("MAM_SESSION_WAIT_S", SESSION_WAIT_S)))
     if doubt:
         raise MamError(doubt, exit=Exit.BUSY, code="doubt", hint="look at it: mam session capture %s" % session.session)

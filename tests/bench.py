@@ -3,8 +3,9 @@
 Every row is a median of runs that alternate with the baseline's, so a busy machine slows both; the ratios carry
 over to other machines, the milliseconds do not. A missed bar is shown as MISS and does not fail the run.
 
-The first table is about commands, the second about the daemon. "No daemon" means that none can be started: the
-bench holds its lock. "A daemon at hand" is one that lives for the whole comparison and is connected.
+The first table is about commands, the second about the daemon, the third about agents in panes. "No daemon" means
+that none can be started: the bench holds its lock. "A daemon at hand" is one that lives for the whole comparison and
+is connected.
 """
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from support import ROOT, clean_environment, kill_marked, new_mark, poll
+from support.agents import install
 from support.brokers import BROKERS, Broker
+from support.cli import Tmux
 from support.inside import new_job
 
 PYTHON = sys.executable         # of the venv: no shim, and no .pth files of other packages that slow each start
@@ -560,6 +563,43 @@ def delegating(bench: Bench) -> None:
 
 # ---- the daemon ----------------------------------------------------------------------------------------------
 
+# ---- sessions ------------------------------------------------------------------------------------------------
+
+def sessions(bench: Bench, runs: int) -> None:
+    """From the start of `mam delegate`, and from its claim, to the Enter that submits the prompt; the agent rests."""
+    what = "delivery to a ready tmux agent"
+    if shutil.which("tmux") is None:
+        bench.add(what, "no tmux")
+        return
+    tmux = Tmux(bench.home)
+    try:
+        folder = bench.folder / "agents"
+        folder.mkdir()
+        journal = install(folder, "claude", "--like", "claude", "--think", 0, "--events", "completed")
+        env = {"MAM_REGISTRY_DIR": str(bench.folder / "sessions"), "MAM_TMUX_SOCKET": str(tmux.socket),
+               "PATH": f"{folder}{os.pathsep}{bench.base['PATH']}"}
+        bench.call("session", "create", "alice", "--mux", "tmux", "--agent", "claude-code", env=env)
+        begun, handed, peaks = [], [], []
+        look, starter = Look(bench.folder / "sessions"), bench.starter()
+        for number in range(runs + 1):          # the first one warms
+            job = f"delivery-{number}"
+            began = time.monotonic()
+            starter.begin(bench.mam("delegate", "--agent-session", "tmux:alice", "--prompt", "x", "--job-id", job), env)
+            while look.one("SELECT delivery FROM jobs WHERE job_id = ?", job) in (None, "none"):
+                time.sleep(0.005)
+            claimed = time.monotonic()
+            peaks.append(starter.end("delegate")[0].peak_mb)
+            submit = journal.wait("submit", number + 1)["at"]
+            journal.wait("turn_end", number + 1)
+            begun.append(submit - began)
+            handed.append(submit - claimed)
+        seconds = statistics.median(begun[1:])
+        bench.add(what, f"{seconds * 1000:.0f} ms", "", "<= 1 s", seconds <= 1.0, f"{max(peaks):.0f} MB")
+        bench.add("of it from `delivery sending` on", f"{statistics.median(handed[1:]) * 1000:.0f} ms")
+    finally:
+        tmux.close()
+
+
 class Look:
     """Questions to a registry, asked beside the daemon that works on it."""
 
@@ -816,6 +856,8 @@ def main(argv: Sequence[str]) -> int:
         if Path("/proc/self").is_dir():
             # As many beats a second, so that what they cost is comparable.
             armed(bench, module, servers, *((100, 3, 9) if args.quick else (1000, 30, 30)))
+        bench.begin_table("sessions")
+        sessions(bench, 5 if args.quick else 11)
         bench.begin_table("other hosts")
         if Path("/proc/self").is_dir():
             remote(bench, servers, *((5, 10) if args.quick else (11, 60)))

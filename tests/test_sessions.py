@@ -690,6 +690,9 @@ def test_our_text_is_known_again_in_the_composer() -> None:
     assert core.holds(look("> the last line of it all", (25, 0)), profile("generic"), text)
     after = look("\u276f Job J1, attempt 1, from mam. The brief is x\n\n> ", (2, 2))
     assert not core.holds(after, profile("generic"), text)
+    foot = look(LINE + "\n\n" + LINE + "\nthe brief is x\n", (14, 3))   # the cursor below it
+    assert not core.holds(foot, profile("pi"), "read the brief is x, and go on from there")
+    assert core.holds(look(LINE + "\nhalf of it all\n" + LINE, (14, 1)), profile("pi"), "the other half of it all")
 
 
 @pytest.mark.parametrize("screen, name", [

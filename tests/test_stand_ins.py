@@ -230,6 +230,17 @@ def test_a_prompt_of_the_command_line(agent: Callable[..., TuiAgent], prompt: st
     assert alice.count("Job J7,") == 1 and len(alice.ran()) == 3 and alice.submissions() == []
 
 
+def test_a_pointer_is_followed(agent: Callable[..., TuiAgent], prompt: str, tmp_path: Path) -> None:
+    """One line that points to the instructions, as mam gives it where no text of several lines can be put in."""
+    how = tmp_path / "J7.a1.how.md"
+    how.write_text(prompt)
+    alice = agent("--no-daemon", "--think", 0)
+    alice.paste(f"Job J7, attempt 1, from mam. Read the file {how} now and do exactly what it says.")
+    alice.press("Enter")
+    alice.wait("turn_end")
+    assert list(alice.ran()) == ["started", "progress", "completed"] and len(alice.rows("brief")) == 2
+
+
 # ---- the model ---------------------------------------------------------------------------------------------
 
 PARAMETERS = {"type": "object", "required": ["command", "description"],

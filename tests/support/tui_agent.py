@@ -134,6 +134,7 @@ def parse_options(argv: List[str]) -> argparse.Namespace:
     add("--ctrl-c", type=int, help="how many in a second end it; 0: none does, nor does /exit")
     add("--exit-slow", type=float, default=0.0, metavar="S", help="seconds between the wish to exit and the end")
     add("--journal", default=os.environ.get("TUI_AGENT_JOURNAL"))
+    add("--no-daemon", action="store_true", help="as codex has it: nothing changes")
     work = parser.add_argument_group("work")
     work.add_argument("--events", default="started,progress,completed",
                       help="what it publishes, in order; 'hang' works for ever, 'none' publishes nothing; after "
@@ -161,6 +162,8 @@ def parse_options(argv: List[str]) -> argparse.Namespace:
                         help="one of %s" % ", ".join(DIALOGS))
     faults.add_argument("--draft", default="", help="stands in the composer already")
     faults.add_argument("--swallow-enters", type=int, default=0, metavar="N")
+    faults.add_argument("--swallow-every", type=int, default=0, metavar="N",
+                        help="the first Enter after every Nth paste, too")
     faults.add_argument("--suppress-ms", type=float, help="an Enter this soon after a paste is a newline")
     faults.add_argument("--lose-pastes", type=int, default=0, metavar="N")
     faults.add_argument("--die", default="", metavar="MOMENT[=STATUS]", help="also by the prompt '/die [STATUS]'")
@@ -251,6 +254,8 @@ class Turn:
 
     def run(self, text: str) -> None:
         self.stopped.wait(self.options.think)
+        if not publish_commands(text):           # a pointer: what is to be done stands in the file
+            text = self._read(brief_of(text)) or text
         commands = publish_commands(text)
         if commands:
             self._commands = commands
@@ -272,11 +277,13 @@ class Turn:
                 if event == "permission_required":
                     break
 
-    def _read(self, path: str) -> None:
-        if path and self._allowed("cat " + path):
-            code, out = self._shell("cat " + shlex.quote(path))
-            self.journal("brief", path=path, code=code, bytes=len(out), text=out[:4000])
-            self._step("tool", "Read(%s)" % path)
+    def _read(self, path: str) -> str:
+        if not path or not self._allowed("cat " + path):
+            return ""
+        code, out = self._shell("cat " + shlex.quote(path))
+        self.journal("brief", path=path, code=code, bytes=len(out), text=out[:4000])
+        self._step("tool", "Read(%s)" % path)
+        return out if code == 0 else ""
 
     def _obey(self, event: str, command: str) -> bool:
         """Run it as the prompt demands: 75 is tried again, 4 ends the work."""
@@ -558,6 +565,8 @@ class Interface:
         self._lose -= lost == "lost"
         self._pastes += 1
         self._last_paste = time.monotonic()
+        if self.options.swallow_every and self._pastes % self.options.swallow_every == 0:
+            self._swallow += 1
         self.journal("paste", text=text, lost=lost)
         if not lost:
             lines = text.count("\n") + 1
