@@ -171,6 +171,11 @@ AGENT_COMMANDS = frozenset((
 
 SHELLS = frozenset(("sh", "bash", "zsh", "fish", "dash", "ksh", "tcsh", "csh", "ash", "nu", "xonsh"))
 
+# Programs that take what is typed for commands or for a text of their own, and are no agents.
+NOT_AGENTS = frozenset((
+    "ssh", "mosh", "sudo", "su", "doas", "docker", "podman", "kubectl", "vi", "vim", "nvim", "nano", "emacs", "less",
+    "more", "man", "psql", "mysql", "sqlite3", "gdb", "screen", "tmux", "top", "htop"))
+
 # ==============================================================================
 # 2. Errors and exit codes
 #
@@ -6454,8 +6459,9 @@ def split_shades(text: str) -> Tuple[List[str], List[str]]:
         at = found.end()
         plain.append(part)
         solid.append("".join([character if character == "\n" else " " for character in part]) if any(pale) else part)
-        codes = re.sub(r"[345]8[;:](?:5[;:]\d+|2(?:[;:]\d*){3,4})", "", found.group(1) or "x").split(";")
-        for code in codes if found.group(1) is not None else ():
+        shades = "" if found.group(1) is None else found.group(1) or "0"
+        codes = re.sub(r"[345]8[;:](?:5[;:]\d+|2(?:[;:]\d*){3,4})", "colour", shades).split(";")
+        for code in codes if shades else ():
             pale = [False, False] if code in ("", "0") else [code == "2" or pale[0] and code != "22",
                                                              code == "7" or pale[1] and code != "27"]
     return "".join(plain).split("\n"), "".join(solid).split("\n")
@@ -6479,8 +6485,8 @@ class TmuxDriver:
         status, out, err = run_program(self._tmux + list(arguments), stdin, 10.0, env)
         if status != 0:
             why = err.strip() or "exit status %d" % status
-            gone = any(word in why for word in ("can't find", "no server running", "error connecting", "server exited",
-                                                "lost server", "no current"))
+            gone = any(word in why for word in ("can't find", "no server running", "No such file or directory",
+                                                "Connection refused", "server exited", "lost server", "no current"))
             raise SessionError("tmux %s: %s" % (arguments[0], why), busy=False, code="gone" if gone else "failed")
         return out
 
@@ -6858,7 +6864,8 @@ class Session:
             raise self._gone(error.why) from None
         if self.target and self.row and self.row.process and look.pid and not look.dead:
             known, now = json.loads(self.row.process), identity_of(look.pid)
-            if known["pid"] != look.pid or now and now != known:      # another server's, which counts anew
+            seen = known.get("ns") == _pid_namespace()      # (else its processes are none of ours)
+            if seen and (known["pid"] != look.pid or now and now != known):      # another server's, which counts anew
                 raise self._gone("its pane belongs to another process by now")
         if not self.target:
             self.profile = profile_of(self.settings, self.agent, look.command)
@@ -6878,6 +6885,9 @@ class Session:
         if look.command in SHELLS:
             raise SessionError("a shell (%s) is in the foreground of %s, not an agent" % (look.command, self.session),
                                hint="start the agent there; a prompt must not reach a shell", code="shell")
+        if look.command in NOT_AGENTS:
+            raise SessionError("%s is in the foreground of %s, not an agent" % (look.command, self.session),
+                               hint="leave it first: it would take the prompt for a text or for commands", code="other")
         return look
 
     def ready(self, wait_s: float, starting: bool = False) -> Look:
@@ -6941,9 +6951,16 @@ class Session:
     def type_in(self, look: Look, text: str) -> str:
         """Put a text in, once, and press Enter. What is in doubt, for a human; "" if it left the composer.
 
-        Enter is repeated only while our own text is seen in the composer, and never into a dialog.
+        Enter is repeated only while our own text is seen in the composer, and never into a dialog. A
+        SessionError means that nothing was typed.
         """
         entered = self.driver.type(look, text)
+        try:
+            return self._enter(look, text, entered)
+        except SessionError as error:      # it is in by now: whoever takes that for a failure would put it in twice
+            return "whether what was typed into %s was sent is not known: %s" % (self.session, error.why)
+
+    def _enter(self, look: Look, text: str, entered: bool) -> str:
         limit = time.monotonic() + (SEEN_WAIT_S if composer_rows(look, self.profile) else 2 * PASTE_SETTLE_S)
         now = look
         while not entered and not holds(now, self.profile, text) and time.monotonic() < limit \
@@ -7300,7 +7317,8 @@ def _reconcile_one(registry: Registry, settings: Settings, row: SessionRow) -> N
             end_session(registry, row.session, "terminated", "its pane is gone")
             return
         if look.dead:
-            conversation = find_conversation(settings, now, session.profile, look)
+            conversation = known_conversation(now, look) or told_conversation(session.profile, look) \
+                or newest_conversation(settings, now, session.profile) or None
             registry.save_session(row.session, {"conversation": conversation})
             end_session(registry, row.session, "terminated", "the agent exited%s: %s" % (
                 " with status " + look.exit_status if look.exit_status else "", last_words(look)))
@@ -7328,28 +7346,34 @@ def has_transcript(settings: Settings, profile: Profile, conversation: str) -> O
     return bool(transcripts(settings, profile, conversation)) if profile.transcript and profile.preset else None
 
 
-def find_conversation(settings: Settings, row: SessionRow, profile: Profile, look: Optional[Look]) -> Optional[str]:
-    """The conversation of a session: preset, told by herdr, by the agent when it left, or by the newest transcript
-    of its folder."""
-    import re
-    if row.conversation:
-        return row.conversation
+def known_conversation(row: SessionRow, look: Optional[Look]) -> str:
+    """The conversation of a session as it was preset, or as herdr tells it; "" if that is not known."""
     told = look.agent.get("agent_session") if look else None
-    if isinstance(told, dict) and is_name(str(told.get("value"))):
+    if not row.conversation and isinstance(told, dict) and is_name(str(told.get("value"))):
         return str(told["value"])
-    found = re.findall(profile.goodbye, "\n".join(look.rows)) if profile.goodbye and look else []
-    if found:
-        return str(found[-1])
-    newest: List[Tuple[float, str]] = []
+    return row.conversation or ""
+
+
+def told_conversation(profile: Profile, look: Look) -> str:
+    """The conversation that an agent named when it left; "" if it said nothing."""
+    import re
+    found = re.findall(profile.goodbye, "\n".join(look.rows)) if profile.goodbye else []
+    return str(found[-1]) if found else ""
+
+
+def newest_conversation(settings: Settings, row: SessionRow, profile: Profile) -> str:
+    """The conversation of the one transcript that was written in a session's folder since it began: a guess, and none
+    if there are several. Nothing is ever deleted by it."""
+    found = []
     for path in transcripts(settings, profile, "*"):
         try:
             if os.stat(path).st_mtime >= parse_utc(row.created_at):
                 with open(path, "rb") as file:
                     if row.workdir and os.fsencode(row.workdir) in file.read(65536):
-                        newest.append((os.stat(path).st_mtime, path))
+                        found.append(path)
         except OSError:
             continue      # deleted meanwhile
-    return _conversation_in(os.path.basename(max(newest)[1]), profile) if newest else None
+    return (_conversation_in(os.path.basename(found[0]), profile) or "") if len(found) == 1 else ""
 
 
 def _conversation_in(name: str, profile: Profile) -> Optional[str]:
@@ -7405,12 +7429,16 @@ def stop_session(registry: Registry, settings: Settings, session_name: str, purg
     if look and (session.driver.is_own(look) or look.pid and look.pid in ancestors()):
         raise SessionError("%s is the session in which this command runs" % session_name, code="own",
                            hint="stop it from elsewhere")
-    conversation = find_conversation(settings, row, profile, look) or ""
-    if purge:
+    conversation = known_conversation(row, look)
+    if purge and (conversation or not look):
         _refuse_purge(settings, profile, conversation, look, session_name)
     if look:
         look = _end_agent(session, look, grace_s)
-        conversation = find_conversation(settings, row._replace(conversation=conversation or None), profile, look) or ""
+        conversation = certain = conversation or told_conversation(profile, look)
+        if purge and not certain:
+            raise SessionError("%s is stopped, and which conversation was its is not certain: none is deleted" %
+                               session_name, "delete it by the agent's own means", False, "purge_refused")
+        conversation = conversation or newest_conversation(settings, row, profile)
         registry.save_session(session_name, {"conversation": conversation or None})
         try:
             session.driver.kill(look.pane)
@@ -10226,13 +10254,14 @@ def cmd_session_stop(args: Any) -> int:
     with Registry(settings.registry_dir) as registry:
         name = _session_of(registry, args.session)
         row = registry.session(name)
-        job_id = job_in_session(registry, [name, *(["tmux:%s" % row.pane] if row and row.pane else [])])
-        if job_id and not args.close_job:
-            raise MamError("%s is at work on job %s" % (name, job_id), exit=Exit.BUSY, code="session_busy",
-                           hint="wait for it (mam wait %s), or close it too: --close-job" % job_id)
         with session_lock(registry, name) as lock:
             if not lock.acquire(10.0):
                 raise MamError("%s is in other hands now" % name, exit=Exit.BUSY, code="session_busy")
+            names = [name, *(["%s:%s" % (row.kind, row.pane)] if row and row.pane else [])]
+            job_id = job_in_session(registry, names)      # under the lock: a delivery may just have gone in
+            if job_id and not args.close_job:
+                raise MamError("%s is at work on job %s" % (name, job_id), exit=Exit.BUSY, code="session_busy",
+                               hint="wait for it (mam wait %s), or close it too: --close-job" % job_id)
             if job_id and row and not registry.jobs_by_id([job_id]):
                 raise MamError("job %s of %s was given to a runner here: cancel it where it was delegated" % (
                     job_id, name), exit=Exit.BUSY, code="session_busy")
