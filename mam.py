@@ -6952,15 +6952,18 @@ class Session:
         """Put a text in, once, and press Enter. What is in doubt, for a human; "" if it left the composer.
 
         Enter is repeated only while our own text is seen in the composer, and never into a dialog. A
-        SessionError means that nothing was typed.
+        SessionError means that nothing was typed, or (`gone`) that nobody is there any more.
         """
         entered = self.driver.type(look, text)
         try:
             return self._enter(look, text, entered)
         except SessionError as error:      # it is in by now: whoever takes that for a failure would put it in twice
-            return "whether what was typed into %s was sent is not known: %s" % (self.session, error.why)
+            if error.code == "gone":
+                raise
+            return "what became of the text typed into %s is not known: %s" % (self.session, error.why)
 
     def _enter(self, look: Look, text: str, entered: bool) -> str:
+        """The second half of it. SessionError (`gone`) if the pane is, and whatever its driver has to say."""
         limit = time.monotonic() + (SEEN_WAIT_S if composer_rows(look, self.profile) else 2 * PASTE_SETTLE_S)
         now = look
         while not entered and not holds(now, self.profile, text) and time.monotonic() < limit \
@@ -6992,7 +6995,7 @@ class Session:
         deadline = time.monotonic() + DIALOG_WAIT_S
         while True:
             now = self.driver.look(look.pane)
-            if now.dead or now.command in SHELLS:
+            if now.dead or now.pid != look.pid or now.command in SHELLS:
                 return "the agent in %s exited while it was prompted" % self.session
             dialog = dialog_in(now, self.profile)
             if not dialog:

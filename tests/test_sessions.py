@@ -695,6 +695,38 @@ def test_our_text_is_known_again_in_the_composer() -> None:
     assert core.holds(look(LINE + "\nhalf of it all\n" + LINE, (14, 1)), profile("pi"), "the other half of it all")
 
 
+class Failing:
+    """A driver whose multiplexer takes a text, and then fails."""
+
+    def __init__(self, pid: int = 0, code: str = "") -> None:
+        self.pid, self.code, self.pressed = pid, code, 0
+
+    def type(self, before: Any, text: str) -> bool:
+        return False
+
+    def look(self, pane: str) -> Any:
+        if self.code:
+            raise core.SessionError("it does not answer", code=self.code)
+        return look(CLAUDE % ("", "\u276f "))._replace(pid=self.pid)
+
+    def press(self, pane: str, keys: Any) -> None:
+        self.pressed += 1
+
+
+@pytest.mark.parametrize("driver, doubt", [
+    (Failing(code="failed"), "what became of the text typed into tmux:x is not known: it does not answer"),
+    (Failing(pid=7), "the agent in tmux:x exited while it was prompted")])
+def test_what_fails_behind_the_paste_is_a_doubt(driver: Failing, doubt: str, monkeypatch: Any) -> None:
+    """Lost: a job, closed as one that nobody got, at which an agent is at work; an Enter to another's heir."""
+    monkeypatch.setattr(core, "SEEN_WAIT_S", 0.0)
+    session = core.Session.__new__(core.Session)
+    session.session, session.driver, session.profile = "tmux:x", driver, profile()
+    assert session.type_in(look(CLAUDE % ("", "\u276f ")), "Job J1") == doubt and not driver.pressed
+    driver.code = "gone"
+    with pytest.raises(core.SessionError):
+        session.type_in(look(CLAUDE % ("", "\u276f ")), "Job J1")
+
+
 @pytest.mark.parametrize("screen, name", [
     (CLAUDE % ("", "\u276f "), None),
     ("Do you trust the files in this folder?\n\n\u276f 1. No, exit\n  2. Yes\n", "trust"),
