@@ -9848,10 +9848,14 @@ def cmd_daemon(args: Any) -> int:
 
 def _stop_daemon(registry: Registry) -> int:
     """Ask by a row, never by a signal, and wait until the lock is free."""
-    info = daemon_info(registry)
-    if not info.alive:
-        _say("no daemon runs")
-        return Exit.OK
+    info, deadline = daemon_info(registry), time.monotonic() + 5.0
+    while not info.alive and time.monotonic() < deadline:
+        with FileLock(lock_path(registry)) as lock:
+            if lock.acquire(0):
+                _say("no daemon runs")
+                return Exit.OK
+        time.sleep(0.02)                   # one is just being started: it has yet to say who it is
+        info = daemon_info(registry)
     if info.runner:
         raise MamError("the daemon here is the runner of remote:%s" % info.runner["session"], exit=Exit.REFUSED,
                        code="runner_runs", hint="end its process, %d" % info.process["pid"])
