@@ -905,7 +905,6 @@ Beat = namedtuple("Beat", "job_id attempt_id period_s watch armed_mono touched_a
 
 # A session that mam has started. status: running, stopped (to be resumed), terminated (its pane went, or its
 # conversation was purged), archived (v4's). process: who is in the pane; job_id: the last job that it was given.
-SESSION_STATUSES = ("running", "stopped", "terminated", "archived")
 SessionRow = namedtuple("SessionRow", "session kind agent status pane socket process workdir conversation job_id "
                                       "created_at updated_at ended_at data")
 
@@ -7440,15 +7439,12 @@ def stop_session(registry: Registry, settings: Settings, session_name: str, purg
     if look and (session.driver.is_own(look) or look.pid and look.pid in ancestors()):
         raise SessionError("%s is the session in which this command runs" % session_name, code="own",
                            hint="stop it from elsewhere")
-    conversation = known_conversation(row, look)
+    conversation = certain = known_conversation(row, look)
     if purge and (conversation or not look):
         _refuse_purge(settings, profile, conversation, look, session_name)
     if look:
         look = _end_agent(session, look, grace_s)
         conversation = certain = conversation or told_conversation(profile, look)
-        if purge and not certain:
-            raise SessionError("%s is stopped, and which conversation was its is not certain: none is deleted" %
-                               session_name, "delete it by the agent's own means", False, "purge_refused")
         conversation = conversation or newest_conversation(settings, row, profile)
         registry.save_session(session_name, {"conversation": conversation or None})
         try:
@@ -7459,6 +7455,9 @@ def stop_session(registry: Registry, settings: Settings, session_name: str, purg
     words = "%s is stopped" % session_name if row.status == "running" else "%s had ended already" % session_name
     if row.status == "running":
         end_session(registry, session_name, "stopped", "stopped" if look else "its pane was gone")
+    if purge and not certain:
+        raise SessionError("%s is stopped; which conversation was its is not certain, and none is deleted" %
+                           session_name, "delete it by the agent's own means", False, "purge_refused")
     if purge:
         _refuse_purge(settings, profile, conversation, None, session_name)
         for path in transcripts(settings, profile, conversation):
